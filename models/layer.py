@@ -1,0 +1,146 @@
+"""What a layer is, which layers share parameters, and the plain loop: a training step with no ZeRO in it."""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+
+class Layer:
+    """A stateless recipe: it owns no arrays. Weights come in with every call and are never kept.
+
+    name: "h.0". unit: the name of the unit it shares with other layers; None: a unit of its own, called `name`.
+    backward_needs_weights: False lets the caller pass w = None to backward.
+
+    `w` and `dw` map local parameter names to arrays (views into the unit's vectors, at any alignment).
+    """
+
+    name: str
+    unit: str | None = None
+    backward_needs_weights = True
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Local parameter name -> shape, of everything that forward or backward reads."""
+        raise NotImplementedError
+
+    def init(self, w, key) -> None:
+        """Assigns the initial weights, w[name][...] = ...; key(local name) is that parameter's own random generator."""
+        raise NotImplementedError
+
+    def forward(self, w, x):
+        """Returns (y, saved): y is new memory, x stays as it was, saved is what backward needs and holds no weights."""
+        raise NotImplementedError
+
+    def backward(self, w, dw, saved, dy):
+        """Adds (`+=`) onto dw; returns dx, or None from the first layer. May overwrite saved and dy, and return dy."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """One unit: local names and shapes, and the prefix that makes a full name of a local one ("h.0." or "")."""
+
+    prefix: str
+    shapes: dict[str, tuple[int, ...]]
+
+
+def unit_of(layer) -> str:
+    """The name of the unit that holds the layer's parameters."""
+    return layer.unit or layer.name
+
+
+def units(model) -> dict[str, UnitSpec]:
+    """The model's units in order of first appearance; layers that share one add up their shapes.
+
+    Raises ValueError where two layers mean different shapes by one name, or a unit of one layer's own is named twice.
+    """
+    specs = {}
+    for layer in model.layers:
+        unit = unit_of(layer)
+        prefix = "" if layer.unit else f"{layer.name}."
+        spec = specs.setdefault(unit, UnitSpec(prefix, {}))
+        if spec.prefix != prefix or (prefix and spec.shapes):
+            raise ValueError(f"unit {unit}: two layers use this name, and not both say that they share it")
+        for name, shape in layer.shapes().items():
+            if spec.shapes.setdefault(name, shape) != shape:
+                raise ValueError(f"unit {unit}: {name} has shape {spec.shapes[name]} in one layer, {shape} in another")
+    return specs
+
+
+def key_for(seed: int, prefix: str):
+    """Returns key(local name) -> numpy Generator: a function of (seed, full name) alone, not of order, rank or process."""
+
+    def key(name):
+        digest = hashlib.sha256(f"{seed} {prefix}{name}".encode()).digest()
+        return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+
+    return key
+
+
+def init_normal(w, key, name, std):
+    """Assigns normal numbers to w[name]. Drawn in float32, so that every precision starts from the same weights."""
+    draw = key(name).standard_normal(w[name].shape, dtype=np.float32)
+    draw *= std
+    w[name][...] = draw
+
+
+def check_sizes(**sizes):
+    """Raises ValueError for the first size below 1, by its name."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}: {size} is below 1")
+
+
+# ---- the plain loop --------------------------------------------------------------------------------------------------
+
+
+def plain_weights(model, seed, dtype):
+    """All initial weights of the model, {unit: {local name: array}}, the caller's to keep."""
+    specs = units(model)
+    weights = {unit: {} for unit in specs}
+    for unit, spec in specs.items():
+        for name, shape in spec.shapes.items():
+            weights[unit][name] = np.zeros(shape, dtype)
+    for layer in model.layers:
+        unit = unit_of(layer)
+        layer.init(weights[unit], key_for(seed, specs[unit].prefix))
+    return weights
+
+
+def plain_step(model, weights, micro_batches, update):
+    """One training step: the mean loss's gradient over all micro-batches, then update(weights, gradients).
+
+    weights: {unit: {local name: array}}; the gradients have the same form. micro_batches: a list of (inputs, targets).
+    Returns the mean loss before the update. Raises ValueError if no target counts (all are below 0).
+    """
+    counted = sum(int((targets >= 0).sum()) for _, targets in micro_batches)
+    if counted == 0:
+        raise ValueError(f"targets: none of {len(micro_batches)} micro-batches has one that counts (0 or above)")
+    gradients, loss_sum = zeros_like(weights), 0.0
+    for inputs, targets in micro_batches:
+        partial = zeros_like(weights)
+        loss_sum += forward_backward(model, weights, partial, (inputs, targets), counted)
+        for unit in gradients:
+            for name in gradients[unit]:
+                gradients[unit][name] += partial[unit][name]
+    update(weights, gradients)
+    return loss_sum / counted
+
+
+def forward_backward(model, weights, partial, micro_batch, divisor):
+    """Adds the gradient of (this micro-batch's loss sum / divisor) onto `partial`; returns the loss sum."""
+    x, targets = micro_batch
+    kept = []
+    for layer in model.layers:
+        x, saved = layer.forward(weights[unit_of(layer)], x)
+        kept.append(saved)
+    loss_sum, dx = model.loss(x, targets, divisor)
+    for layer in reversed(model.layers):
+        w = weights[unit_of(layer)] if layer.backward_needs_weights else None
+        dx = layer.backward(w, partial[unit_of(layer)], kept.pop(), dx)
+    return loss_sum
+
+
+def zeros_like(weights):
+    """Zeros of the same names and shapes."""
+    return {unit: {name: np.zeros_like(array) for name, array in w.items()} for unit, w in weights.items()}

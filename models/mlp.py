@@ -1,0 +1,103 @@
+"""A language model without attention: a window's embeddings, side by side, through linear layers (Bengio et al. 2003).
+
+Shapes: B windows, T = `context` tokens each, C = `width`, V = `vocab`, F the features of a layer.
+"""
+
+import math
+
+from models.layer import Layer, check_sizes, init_normal
+from models.ops import cross_entropy, embedding, embedding_backward, gelu, gelu_backward, linear, linear_backward
+
+
+class MLP:
+    """An embedding, `layers` hidden layers, a head. Inputs (B, context), targets (B,): the token after each window.
+
+    Its layers are in `.layers`, its sizes in `.depth` (the number of hidden layers), `.width`, `.context`, `.vocab`.
+    Raises ValueError for a size below 1.
+    """
+
+    def __init__(self, layers, width, context, vocab):
+        check_sizes(layers=layers, width=width, context=context, vocab=vocab)
+        self.depth, self.width, self.context, self.vocab = layers, width, context, vocab
+        features = [context * width] + [width] * layers
+        hidden = [Hidden(f"hidden.{i}", features[i], width) for i in range(layers)]
+        self.layers = [Embed(width, context, vocab), *hidden, Head(width, vocab)]
+
+    def loss(self, logits_BV, targets_B, divisor):
+        """(loss_sum, d(loss_sum / divisor) / d logits in the logits' memory); targets below 0 do not count."""
+        return cross_entropy(logits_BV, targets_B, divisor)
+
+
+class Embed(Layer):
+    """Tokens (B, T) -> (B, T * C): each token's row of the table, one beside the other."""
+
+    name = "embed"
+    backward_needs_weights = False
+
+    def __init__(self, width, context, vocab):
+        self.width, self.context, self.vocab = width, context, vocab
+
+    def shapes(self):
+        return {"weight": (self.vocab, self.width)}
+
+    def init(self, w, key):
+        """Normal, standard deviation 1: the scale that the hidden layers' weights expect."""
+        init_normal(w, key, "weight", 1.0)
+
+    def forward(self, w, tokens_BT):
+        """Raises ValueError for windows of another length than the context."""
+        if tokens_BT.shape[1] != self.context:
+            raise ValueError(f"inputs: {tokens_BT.shape[1]} tokens a window, the context is {self.context}")
+        return embedding(tokens_BT, w["weight"]).reshape(len(tokens_BT), -1), tokens_BT
+
+    def backward(self, w, dw, saved, dy_BF):
+        # y = weight[tokens]
+        tokens_BT = saved
+        embedding_backward(dy_BF.reshape(*tokens_BT.shape, -1), tokens_BT, dw["weight"])
+        return None
+
+
+class Linear(Layer):
+    """x @ weight + bias, (B, in) -> (B, out); the weight's initial standard deviation is `std`, the bias is 0."""
+
+    def __init__(self, name, n_in, n_out, std):
+        self.name, self.n_in, self.n_out, self.std = name, n_in, n_out, std
+
+    def shapes(self):
+        return {"weight": (self.n_in, self.n_out), "bias": (self.n_out,)}
+
+    def init(self, w, key):
+        init_normal(w, key, "weight", self.std)
+        w["bias"][...] = 0.0
+
+    def forward(self, w, x_BF):
+        return linear(x_BF, w["weight"], w["bias"]), x_BF
+
+    def backward(self, w, dw, saved, dy_BF):
+        # y = x @ weight + bias
+        return linear_backward(dy_BF, saved, w["weight"], dw["weight"], dw["bias"])
+
+
+class Hidden(Linear):
+    """gelu(x @ weight + bias)."""
+
+    def __init__(self, name, n_in, n_out):
+        """Standard deviation sqrt(2 / in), which keeps the scale through halves of zeros: He et al. 2015."""
+        super().__init__(name, n_in, n_out, math.sqrt(2 / n_in))
+
+    def forward(self, w, x_BF):
+        before_BF, x_BF = super().forward(w, x_BF)
+        return gelu(before_BF), (x_BF, before_BF)
+
+    def backward(self, w, dw, saved, dy_BF):
+        # y = gelu(x @ weight + bias)
+        x_BF, before_BF = saved
+        return super().backward(w, dw, x_BF, gelu_backward(dy_BF, before_BF))
+
+
+class Head(Linear):
+    """(B, C) -> logits (B, V)."""
+
+    def __init__(self, width, vocab):
+        """Standard deviation 0.02: training starts from a loss of about log(vocab)."""
+        super().__init__("head", width, vocab, 0.02)

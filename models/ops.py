@@ -1,0 +1,288 @@
+"""Operations in pairs: forward, and directly below it the backward that quotes it.
+
+Shapes: B sequences, T positions, C channels, H heads, D = C / H, F features of a linear map, N rows (B and T
+flattened), V vocabulary, R rows of one block, S keys that a block of rows may see. `...` stands for any leading axes.
+
+A forward never writes its inputs and returns new memory. A backward takes the gradient of its forward's output first
+and accumulates (`+=`) into the gradients of parameters; where it may overwrite `dy`, its docstring says so. All results
+have the dtype of the inputs. Only functions that dispatch on the type of array are used: one source for NumPy and CuPy.
+
+Long chains of elementwise steps run over blocks of rows that stay in the cache, in place.
+"""
+
+import math
+
+import numpy as np
+
+BLOCK = 1 << 16  # elements: 256 KiB of float32, a few of which fit into a level 2 cache
+ROWS = 64  # rows of attention scores at once: small blocks skip more of the future, large ones multiply faster
+EPS = 1e-5  # layer norm, as in GPT-2
+GELU_0 = math.sqrt(2 / math.pi)
+GELU_1 = 0.044715 * GELU_0
+
+
+def row_blocks(x_NF):
+    """Yields slices of rows, about BLOCK elements each."""
+    rows = max(1, BLOCK // x_NF.shape[1])
+    for start in range(0, len(x_NF), rows):
+        yield slice(start, start + rows)
+
+
+def flat_rows(x):
+    """x of shape (..., F) as (N, F): a view where the memory allows."""
+    return x.reshape(-1, x.shape[-1])
+
+
+# ---- linear ----------------------------------------------------------------------------------------------------------
+
+
+def linear(x, w_CF, b_F):
+    """y = x @ w + b, (..., C) -> (..., F)."""
+    y_NF = np.matmul(flat_rows(x), w_CF)
+    y_NF += b_F
+    return y_NF.reshape(*x.shape[:-1], -1)
+
+
+def linear_backward(dy, x, w_CF, dw_CF, db_F):
+    """Of y = x @ w + b: returns dx = dy @ w.T in new memory, adds x.T @ dy onto dw and the sum of dy's rows onto db."""
+    dy_NF = flat_rows(dy)
+    dw_CF += np.matmul(flat_rows(x).T, dy_NF)
+    db_F += dy_NF.sum(axis=0)
+    return np.matmul(dy_NF, w_CF.T).reshape(x.shape)
+
+
+# ---- GELU ------------------------------------------------------------------------------------------------------------
+
+
+def gelu(x):
+    """y = x (1 + tanh u) / 2, u = sqrt(2/pi) (x + 0.044715 x^3): Hendrycks and Gimpel 2016, the form that GPT-2 uses."""
+    y = np.empty_like(x)
+    x_NF, y_NF = flat_rows(x), flat_rows(y)
+    for rows in row_blocks(x_NF):
+        x_RF, y_RF = x_NF[rows], y_NF[rows]
+        np.multiply(x_RF, x_RF, out=y_RF)
+        y_RF *= GELU_1
+        y_RF += GELU_0
+        y_RF *= x_RF  # u
+        np.tanh(y_RF, out=y_RF)
+        y_RF += 1.0
+        y_RF *= x_RF
+        y_RF *= 0.5
+    return y
+
+
+def gelu_backward(dy, x):
+    """Of y = x (1 + tanh u) / 2: returns dx, in dy's memory.
+
+    With s = (1 + tanh u) / 2, which is the sigmoid of 2u, y = x s and ds/dx = 2 s (1 - s) u', so
+    dy/dx = s (1 + (1 - s) 2 x u') with 2 x u' = 2 x sqrt(2/pi) (1 + 3 * 0.044715 x^2).
+    """
+    x_NF, dy_NF = flat_rows(x), flat_rows(dy)
+    for rows in row_blocks(x_NF):
+        x_RF = x_NF[rows]
+        slope_RF = np.multiply(x_RF, x_RF)
+        s_RF = np.multiply(slope_RF, GELU_1)
+        s_RF += GELU_0
+        s_RF *= x_RF
+        np.tanh(s_RF, out=s_RF)
+        s_RF *= -0.5
+        s_RF += 0.5  # 1 - s
+        slope_RF *= 6 * GELU_1
+        slope_RF += 2 * GELU_0
+        slope_RF *= x_RF  # 2 x u'
+        slope_RF *= s_RF
+        slope_RF += 1.0
+        np.subtract(1.0, s_RF, out=s_RF)  # s
+        slope_RF *= s_RF
+        dy_NF[rows] *= slope_RF
+    return dy_NF.reshape(x.shape)
+
+
+# ---- layer norm ------------------------------------------------------------------------------------------------------
+
+
+def layer_norm(x, gain_C, bias_C):
+    """y = x_hat * gain + bias, x_hat = (x - mean) * rstd over the last axis, rstd = 1 / sqrt(variance + 1e-5).
+
+    Returns y and (x_hat of x's shape, rstd (N, 1)). Ba, Kiros and Hinton 2016.
+    """
+    x_hat, y = np.empty_like(x), np.empty_like(x)
+    x_NC, hat_NC, y_NC = flat_rows(x), flat_rows(x_hat), flat_rows(y)
+    rstd_N1 = np.empty_like(x, shape=(len(x_NC), 1))
+    mean_of = 1 / x.shape[-1]
+    for rows in row_blocks(x_NC):
+        hat_RC, y_RC, rstd_R1 = hat_NC[rows], y_NC[rows], rstd_N1[rows]
+        np.subtract(x_NC[rows], x_NC[rows].sum(axis=1, keepdims=True) * mean_of, out=hat_RC)
+        np.multiply(hat_RC, hat_RC, out=y_RC)
+        np.sqrt(y_RC.sum(axis=1, keepdims=True) * mean_of + EPS, out=rstd_R1)
+        np.divide(1.0, rstd_R1, out=rstd_R1)
+        hat_RC *= rstd_R1
+        np.multiply(hat_RC, gain_C, out=y_RC)
+        y_RC += bias_C
+    return y, (x_hat, rstd_N1)
+
+
+def scale_shift(x_hat, gain_C, bias_C):
+    """y = x_hat * gain + bias: layer norm's output once more, to the same bits. Cheaper to compute than to keep."""
+    y = np.multiply(x_hat, gain_C)
+    y += bias_C
+    return y
+
+
+def layer_norm_backward(dy, saved, gain_C, dgain_C, dbias_C):
+    """Of y = x_hat * gain + bias, x_hat = (x - mean) * rstd: returns dx, in dy's memory. `saved` is (x_hat, rstd).
+
+    Mean and rstd depend on x too; with d_hat = dy * gain, and means over C:
+    dx = rstd (d_hat - mean(d_hat) - x_hat mean(d_hat x_hat)).
+    """
+    x_hat, rstd_N1 = saved
+    dy_NC, hat_NC = flat_rows(dy), flat_rows(x_hat)
+    mean_of = 1 / dy.shape[-1]
+    for rows in row_blocks(dy_NC):
+        d_RC, hat_RC = dy_NC[rows], hat_NC[rows]
+        dbias_C += d_RC.sum(axis=0)
+        product_RC = np.multiply(d_RC, hat_RC)
+        dgain_C += product_RC.sum(axis=0)
+        product_RC *= gain_C
+        d_RC *= gain_C  # d_hat
+        mean_R1 = d_RC.sum(axis=1, keepdims=True) * mean_of
+        mean_product_R1 = product_RC.sum(axis=1, keepdims=True) * mean_of
+        d_RC -= mean_R1
+        d_RC -= np.multiply(hat_RC, mean_product_R1, out=product_RC)
+        d_RC *= rstd_N1[rows]
+    return dy_NC.reshape(x_hat.shape)
+
+
+# ---- causal attention ------------------------------------------------------------------------------------------------
+
+
+def by_head(x_TF, heads):
+    """(T, F) as (heads, T, F / heads), a view."""
+    return x_TF.reshape(len(x_TF), heads, -1).swapaxes(0, 1)
+
+
+def future_mask(x, size):
+    """(size, size) of x's type: minus infinity where the column lies after the row, else 0."""
+    position = np.arange(size, like=x)
+    mask = np.zeros_like(x, shape=(size, size))
+    mask[position > position[:, None]] = -math.inf
+    return mask
+
+
+def attention_scores(q_HRD, k_HSD, mask):
+    """q k^T with the future masked, q scaled already. Its R rows are the last R of the S positions."""
+    scores_HRS = np.matmul(q_HRD, k_HSD.swapaxes(1, 2))
+    rows = q_HRD.shape[1]
+    now_HRR = scores_HRS[:, :, -rows:]  # left of here all is past
+    now_HRR += mask[:rows, :rows]
+    return scores_HRS
+
+
+def attention(qkv_BTF, heads):
+    """y = softmax(q k^T / sqrt(D) + mask) v for every head, (B, T, 3C) -> (B, T, C): Vaswani et al. 2017.
+
+    Works on ROWS rows at a time and never holds all T x T scores. Returns y and lse (B, H, T, 1), the logarithm of
+    each row's sum of exponentials, from which the backward gets the probabilities again: p = exp(scores - lse)
+    (Dao et al. 2022).
+    """
+    B, T, F = qkv_BTF.shape
+    y_BTC = np.empty_like(qkv_BTF, shape=(B, T, F // 3))
+    lse_BHT1 = np.empty_like(qkv_BTF, shape=(B, heads, T, 1))
+    mask, scale = future_mask(qkv_BTF, min(T, ROWS)), 1 / math.sqrt(F // 3 // heads)
+    for b in range(B):
+        q_HTD, k_HTD, v_HTD = by_head(qkv_BTF[b], 3 * heads).reshape(3, heads, T, -1)
+        y_HTD = by_head(y_BTC[b], heads)
+        for start in range(0, T, ROWS):
+            rows, seen = slice(start, start + ROWS), slice(start + ROWS)
+            p_HRS = attention_scores(q_HTD[:, rows] * scale, k_HTD[:, seen], mask)
+            highest_HR1 = p_HRS.max(axis=-1, keepdims=True)
+            p_HRS -= highest_HR1
+            np.exp(p_HRS, out=p_HRS)
+            total_HR1 = p_HRS.sum(axis=-1, keepdims=True)
+            y_HRD = y_HTD[:, rows]
+            np.matmul(p_HRS, v_HTD[:, seen], out=y_HRD)
+            y_HRD /= total_HR1  # D divisions a row instead of S
+            np.add(highest_HR1, np.log(total_HR1), out=lse_BHT1[b, :, rows])
+    return y_BTC, lse_BHT1
+
+
+def attention_backward(dy_BTC, qkv_BTF, y_BTC, lse_BHT1):
+    """Of y = p v, p = softmax(s), s = q k^T / sqrt(D) + mask: returns dqkv in new memory.
+
+    ds = p (dp - sum(p dp)) with dp = dy v^T; the sum over the keys is the sum over D of dy * y, since y = p v.
+    """
+    B, heads, T, _ = lse_BHT1.shape
+    dqkv_BTF = np.zeros_like(qkv_BTF)
+    mask, scale = future_mask(qkv_BTF, min(T, ROWS)), 1 / math.sqrt(y_BTC.shape[-1] // heads)
+    for b in range(B):
+        q_HTD, k_HTD, v_HTD = by_head(qkv_BTF[b], 3 * heads).reshape(3, heads, T, -1)
+        dq_HTD, dk_HTD, dv_HTD = by_head(dqkv_BTF[b], 3 * heads).reshape(3, heads, T, -1)
+        dy_HTD = by_head(dy_BTC[b], heads)
+        sum_HT1 = by_head(dy_BTC[b] * y_BTC[b], heads).sum(axis=-1, keepdims=True)
+        for start in range(0, T, ROWS):
+            rows, seen = slice(start, start + ROWS), slice(start + ROWS)
+            q_HRD, k_HSD, v_HSD, dy_HRD = q_HTD[:, rows] * scale, k_HTD[:, seen], v_HTD[:, seen], dy_HTD[:, rows]
+            dq_HRD, dk_HSD, dv_HSD = dq_HTD[:, rows], dk_HTD[:, seen], dv_HTD[:, seen]
+            p_HRS = attention_scores(q_HRD, k_HSD, mask)
+            p_HRS -= lse_BHT1[b, :, rows]
+            np.exp(p_HRS, out=p_HRS)
+            ds_HRS = np.matmul(dy_HRD, v_HSD.swapaxes(1, 2))  # dp
+            ds_HRS -= sum_HT1[:, rows]
+            ds_HRS *= p_HRS
+            dv_HSD += np.matmul(p_HRS.swapaxes(1, 2), dy_HRD)
+            dk_HSD += np.matmul(ds_HRS.swapaxes(1, 2), q_HRD)
+            np.matmul(ds_HRS, k_HSD, out=dq_HRD)
+            dq_HRD *= scale
+    return dqkv_BTF
+
+
+# ---- embedding -------------------------------------------------------------------------------------------------------
+
+
+def embedding(tokens, w_VC):
+    """y = w[tokens], (...) -> (..., C). Tokens lie in 0 ... V-1; that is the caller's to check."""
+    return w_VC[tokens]
+
+
+def embedding_backward(dy, tokens, dw_VC):
+    """Of y = w[tokens]: adds onto each token's row of dw the sum of dy's rows where it stood, in the order they stood.
+
+    Rows are sorted by token first, so that every sum has one fixed order and every row of dw is written once.
+    """
+    tokens_N = tokens.reshape(-1)
+    order_N = np.argsort(tokens_N, kind="stable")
+    sorted_N = tokens_N[order_N]
+    is_first_N = np.ones_like(sorted_N, dtype=bool)
+    is_first_N[1:] = sorted_N[1:] != sorted_N[:-1]
+    firsts = np.flatnonzero(is_first_N)
+    dw_VC[sorted_N[firsts]] += np.add.reduceat(flat_rows(dy)[order_N], firsts, axis=0)
+
+
+# ---- cross entropy ---------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(logits_NV, targets_N, divisor):
+    """loss_sum = sum of -log p[target] over the targets that are not negative, p = softmax(logits).
+
+    Forward and backward in one, since p serves both: returns loss_sum, a Python float summed in float64, and
+    d(loss_sum / divisor) / d logits = (p - onehot(target)) / divisor in the memory of the logits; rows that do not
+    count are 0. Without any counted target the loss is 0.0, whatever the divisor.
+    """
+    counted_N = targets_N >= 0
+    targets_N = np.where(counted_N, targets_N, 0)
+    counted_N1 = counted_N.astype(logits_NV.dtype)[:, None]
+    weight = 1 / divisor if divisor else 0.0
+    losses_N1 = np.empty_like(counted_N1)
+    for rows in row_blocks(logits_NV):
+        z_RV = logits_NV[rows]
+        z_RV -= z_RV.max(axis=1, keepdims=True)
+        at_target = (np.arange(len(z_RV), like=z_RV), targets_N[rows])
+        z_target_R1 = z_RV[at_target][:, None]
+        np.exp(z_RV, out=z_RV)
+        total_R1 = z_RV.sum(axis=1, keepdims=True)
+        np.subtract(np.log(total_R1), z_target_R1, out=losses_N1[rows])
+        weight_R1 = counted_N1[rows] * weight
+        z_RV *= weight_R1 / total_R1
+        z_RV[at_target] -= weight_R1[:, 0]
+    losses_N1 *= counted_N1
+    return float(losses_N1.sum(dtype=np.float64)), logits_NV

@@ -1,0 +1,46 @@
+"""zmpi: ZeRO on MPI. Training state is kept apart, one shard per rank; a layer is put together only while it is computed.
+
+Importing it sets the number of BLAS threads (before NumPy is loaded) and how freed memory is kept; names are loaded on
+first use, so that what needs no MPI (zmpi.plan, zmpi.export) runs where there is none.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from zmpi.launch import keep_freed_memory, set_threads
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AdamW": "zmpi.optim",
+    "SGD": "zmpi.optim",
+    "STAGES": "zmpi.stages",
+    "Policy": "zmpi.precision",
+    "World": "zmpi.comm",
+    "ZeRO": "zmpi.engine",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name):
+    if name not in _HOMES:
+        raise AttributeError(f"module 'zmpi' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def _check_models():
+    """The package `models` must be this project's: a user's folder of that name may come first on the path."""
+    ours = Path(__file__).resolve().parent.parent / "models" / "__init__.py"
+    spec = importlib.util.find_spec("models")
+    found = spec.origin if spec else None
+    if found is None or Path(found).resolve() != ours:
+        line = f"zmpi: error: package models: expected {ours}, found {found}; run from another folder"
+        raise SystemExit(line) if sys.argv[:1] == ["-m"] else ImportError(line)
+
+
+_check_models()
+set_threads(os.environ)
+keep_freed_memory()

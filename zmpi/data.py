@@ -1,0 +1,137 @@
+"""Text as token windows. Sequence i of step s is a function of (seed, s, i) only, i counted over the global batch.
+
+Global micro-batch j holds the sequences j x b ... j x b + b - 1 (b: sequences per micro-batch); micro-batch m of rank r
+is j = m x size + r. So any split of a global batch over ranks and micro-batches sees the same sequences in the same order.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+EVALUATED = 128  # held-out sequences of one evaluation, at most
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token vectors (bytes, or uint16 mapped from a file: a rank reads only the windows it uses) cut into two parts."""
+
+    train: np.ndarray
+    held_out: np.ndarray  # the last tenth, or empty where it would be too short to hold a window
+    context: int  # tokens of a sequence's input; its window is one longer
+
+    def windows(self, starts, tokens):
+        """The windows that begin at `starts`, as int64 (len(starts), context + 1)."""
+        window_BT = np.empty((len(starts), self.context + 1), np.int64)
+        for row, start in zip(window_BT, starts, strict=True):
+            row[:] = tokens[start : start + self.context + 1]
+        return window_BT
+
+    def starts(self, seed, step, sequences):
+        """Where in `train` the given sequences of a step begin: drawn uniformly, each by itself."""
+        choices = len(self.train) - self.context
+
+        def draw(i):
+            return int(np.random.Generator(np.random.Philox(key=seed, counter=[i, step, 0, 0])).integers(choices))
+
+        return [draw(i) for i in sequences]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """One rank's share of the global batches of a Text."""
+
+    text: Text
+    rank: int
+    size: int
+    micro_batch: int  # sequences
+    last_only: bool  # whether a sequence's one target is its window's last token (MLP), or every next token (GPT)
+
+    def of_step(self, seed, step, accumulate):
+        """This rank's micro-batches of a training step: [(inputs, targets), ...]."""
+        found = []
+        for m in range(accumulate):
+            starts = self.text.starts(seed, step, self._sequences(m))
+            found.append(self._split(self.text.windows(starts, self.text.train)))
+        return found
+
+    def held_out(self):
+        """This rank's micro-batches of an evaluation: the same windows, end to end, at every split.
+
+        Every rank brings as many; what is past the end is filled with windows whose targets (-1) are not counted.
+        """
+        text, total = self.text, self._evaluated
+        found = []
+        for m in range(-(-total // (self.micro_batch * self.size))):
+            sequences = self._sequences(m)
+            starts = [i * text.context if i < total else 0 for i in sequences]
+            inputs, targets = self._split(text.windows(starts, text.held_out))
+            targets[[i >= total for i in sequences]] = -1
+            found.append((inputs, targets))
+        return found
+
+    @property
+    def held_out_tokens(self):
+        """Counted targets of one evaluation, over all ranks."""
+        return self._evaluated * (1 if self.last_only else self.text.context)
+
+    @property
+    def _evaluated(self):
+        return min(EVALUATED, max(0, len(self.text.held_out) - 1) // self.text.context)
+
+    def _sequences(self, m):
+        j = m * self.size + self.rank
+        return range(j * self.micro_batch, (j + 1) * self.micro_batch)
+
+    def _split(self, window_BT):
+        return window_BT[:, :-1], window_BT[:, -1].copy() if self.last_only else window_BT[:, 1:].copy()
+
+
+def load_text(source, context, vocab, rank=0, size=1):
+    """The Text of `source`: "builtin", a text file (its bytes are the tokens), or a `.bin` file of uint16 tokens.
+
+    Raises ValueError or OSError, each in one line, for what cannot be trained on. The tokens of a `.bin` file are compared
+    with `vocab` once, each rank looking through its share.
+    """
+    tokens = _builtin() if source == "builtin" else _mapped(Path(source))
+    name = "--data" if source == "builtin" else str(source)
+    if len(tokens) <= context:
+        raise ValueError(f"{name}: {len(tokens)} tokens; a window needs --context + 1 = {context + 1}")
+    if tokens.dtype == np.uint8 and vocab < 256:
+        raise ValueError(f"--vocab: text is read as bytes and needs at least 256, got {vocab}")
+    if tokens.dtype == np.uint16:
+        share = -(-len(tokens) // size)
+        highest = max((int(part.max()) for part in _parts(tokens, rank * share, (rank + 1) * share)), default=0)
+        if highest >= vocab:
+            raise ValueError(f"{name}: token {highest} is not below --vocab {vocab}")
+    cut = len(tokens) - len(tokens) // 10
+    if min(cut, len(tokens) - cut) <= context:
+        cut = len(tokens)
+    return Text(tokens[:cut], tokens[cut:], context)
+
+
+def _builtin():
+    """The text of pydoc's topics, by key: about 450 kB of English and code that every CPython carries."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise ValueError("--data: this Python lacks the built-in corpus (pydoc_data); name a text file") from None
+    return np.frombuffer("".join(topics[key] for key in sorted(topics)).encode(), np.uint8)
+
+
+def _mapped(path):
+    """A file's tokens, mapped and not read."""
+    dtype = np.dtype("<u2" if path.suffix == ".bin" else np.uint8)
+    if path.is_dir() or not path.exists():
+        raise ValueError(f"--data: expected a file, got {path} ({'a directory' if path.is_dir() else 'missing'})")
+    if path.stat().st_size % dtype.itemsize:
+        raise ValueError(f"{path}: uint16 tokens need an even number of bytes, got {path.stat().st_size}")
+    if not path.stat().st_size:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, mode="r")
+
+
+def _parts(tokens, start, stop, length=1 << 22):
+    """tokens[start:stop] in pieces, so that a mapped file is never in memory as a whole."""
+    stop = min(stop, len(tokens))
+    return (tokens[first : min(first + length, stop)] for first in range(start, stop, length))

@@ -1,0 +1,201 @@
+"""The engine: the training step of models/layer.py, with the training state kept apart. Read this first.
+
+Every rank runs `train_step` on its own data. A layer's weights are put together just before they are used and dropped
+after; its gradient is summed over ranks as soon as it is complete, each rank keeping one slice; then every rank updates
+the slice it owns. The stage decides which of these do anything: see the three booleans in stages.py, asked in unit.py.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from math import isfinite, sqrt
+
+import numpy as np
+
+from models.layer import key_for, unit_of, units
+from zmpi.comm import Communicator
+from zmpi.guard import Agreed, UsageError
+from zmpi.layout import Layout
+from zmpi.ledger import Ledger
+from zmpi.optim import AdamW
+from zmpi.precision import Policy
+from zmpi.schedule import evaluation_schedule, training_schedule
+from zmpi.stages import STAGES
+from zmpi.unit import Rules, Unit
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the last training step was: the same numbers on every rank."""
+
+    loss: float  # mean over the counted targets of all ranks, before the update
+    grad_norm: float  # of the gradient of that mean, before clipping
+    lr: float
+    tokens: int  # counted targets of all ranks
+    micro_batches: int  # of each rank
+
+
+class ZeRO:
+    """A model in training, its state kept apart over the ranks of `world` as `stage` (0-3) says.
+
+    `optimizer` is an AdamW or SGD (default: AdamW()); initial weights depend on `seed` and the parameters' names only;
+    `policy` holds the precision, prefetch and recomputation. What the ranks disagree on, or what cannot be done, is
+    one error on all of them (guard.UsageError).
+    """
+
+    def __init__(self, model, world, stage=3, optimizer=None, seed=0, policy=None):
+        with world.agreed():
+            if stage not in range(len(STAGES)):
+                raise ValueError(f"--stage: expected 0, 1, 2 or 3; got {stage!r}")
+            self.stage, self.policy = STAGES[stage], policy or Policy()
+            reduction = world.reduction_for(self.policy.recipe)
+        self.model, self.world, self.optimizer, self.seed = model, world, optimizer or AdamW(), seed
+        self.step = 0  # training steps taken
+        self.updates = 0  # updates made: Adam's count, and the position in the learning rate's course
+        self.last = None  # the last Step
+        self.ledger = Ledger()
+        self.comm = Communicator(world, self.ledger, reduction)
+
+        names = [unit_of(layer) for layer in model.layers]
+        self.schedule = training_schedule(model.layers, names)
+        self.evaluation = evaluation_schedule(model.layers, names)
+        rules = Rules(self.stage, self.policy.recipe, self.comm, self.ledger, world.device, self.optimizer.moments)
+        layouts = [Layout(name, spec.prefix, spec.shapes, self.comm.shards) for name, spec in units(model).items()]
+        self.comm.reserve(layouts, self.policy.recipe.gradient)
+        self.units = {layout.name: Unit(layout, rules) for layout in layouts}
+        self._initialise()
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    def train_step(self, micro_batches):
+        """One update from [(inputs, targets), ...], one entry per micro-batch of this rank; returns the mean loss.
+
+        The loss is that before the update, over all counted targets (those >= 0) of all ranks.
+        """
+        self.ledger.begin_step()
+        counted = self._open(micro_batches)
+        losses = []
+        for m, (x, targets) in enumerate(micro_batches):
+            first, last = m == 0, m + 1 == len(micro_batches)
+            saved = []
+            for visit, upcoming in zip_longest(self.schedule, self.schedule[1:]):
+                w = self._fetch(visit, upcoming)  # wait for this layer's weights, start the next one's
+                if visit.forward:
+                    x = self._forward(visit, w, x, saved)
+                if visit.turn:
+                    loss, x = self.model.loss(x, targets, counted)
+                    losses.append(loss)
+                if visit.backward:
+                    x = self._backward(visit, w, saved, x, first)
+                del w
+                if visit.free:
+                    self.units[visit.unit].free()
+                if visit.reduce:
+                    self.units[visit.unit].reduce(first, last)
+        return self._update(losses, counted)
+
+    def evaluate(self, micro_batches):
+        """The mean loss over the counted targets of all ranks' micro-batches; gathers and frees as training does."""
+        with self.ledger.as_other():
+            counted = self._open(micro_batches)
+            losses = []
+            for x, targets in micro_batches:
+                for visit, upcoming in zip_longest(self.evaluation, self.evaluation[1:]):
+                    w = self._fetch(visit, upcoming)
+                    x = self.model.layers[visit.layer].forward(w, x)[0]
+                    del w
+                    if visit.free:
+                        self.units[visit.unit].free()
+                losses.append(self.model.loss(x, targets, counted)[0])
+            return add_up(self.comm.gather_scalars(losses).T) / counted
+
+    def _open(self, micro_batches):
+        """Agree on the step: every rank brings as many micro-batches. Returns the counted targets of all ranks."""
+        mine = sum(int(np.count_nonzero(targets >= 0)) for _, targets in micro_batches)
+        everyone = self.comm.gather_scalars([len(micro_batches), mine])
+        numbers, counted = everyone[:, 0], int(sum(everyone[:, 1]))
+        if numbers.min() != numbers.max() or not numbers[0]:
+            raise UsageError(f"micro-batches: every rank needs the same number, at least 1; got {numbers.astype(int).tolist()}")
+        if not counted:
+            raise UsageError("targets: none is counted (all are below 0) on any rank")
+        return counted
+
+    def _fetch(self, visit, upcoming):
+        """This visit's weights (None where it needs none), once they are there; then the next visit's gather starts."""
+        unit = self.units[visit.unit]
+        if visit.gather:
+            unit.gather()
+        w = unit.weights() if visit.weights else None
+        if self.policy.prefetch and upcoming and upcoming.gather:
+            self.units[upcoming.unit].gather()
+        return w
+
+    def _forward(self, visit, w, x, saved):
+        """The layer's output. What its backward needs goes to the end of `saved`: its input alone, to be recomputed."""
+        y, kept = self.model.layers[visit.layer].forward(w, x)
+        saved.append(x if self._recomputes(visit) else kept)
+        return y
+
+    def _backward(self, visit, w, saved, dy, first):
+        """The gradient of the layer's input; that of its weights is added onto the unit's partial gradient."""
+        layer, kept = self.model.layers[visit.layer], saved.pop()
+        if self._recomputes(visit):
+            kept = layer.forward(w, kept)[1]
+        return layer.backward(w, self.units[visit.unit].gradient_views(first), kept, dy)
+
+    def _recomputes(self, visit):
+        """Whether the layer's forward runs again for its backward. Where that needs no weights, nothing is saved by it."""
+        return self.policy.recompute and not visit.turn and self.model.layers[visit.layer].backward_needs_weights
+
+    def _update(self, losses, counted):
+        """Every rank tells its losses and its pieces of the norm; then every unit updates its own shard."""
+        assert not self.comm.in_flight, "a gather is under way at the update: it would bring weights of the last step"
+        pieces = zip(*(unit.squares() for unit in self.units.values()), strict=True)
+        everyone = self.comm.gather_scalars([*losses, *map(add_up, pieces)])
+        loss = add_up(everyone[:, : len(losses)].T) / counted  # micro-batch j = m x size + r: in order of m, then of r
+        norm = sqrt(add_up(everyone[:, len(losses) :]))
+        self.step += 1
+        if not (isfinite(loss) and isfinite(norm)):
+            raise Agreed(f"step {self.step}: the loss is {loss} and the gradient's norm {norm}; nothing was updated")
+        self.updates += 1
+        for unit in self.units.values():
+            unit.update(self.optimizer, self.updates, self.optimizer.clip_factor(norm))
+        self.last = Step(loss, norm, self.optimizer.rate(self.updates), counted, len(losses))
+        return loss
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def _initialise(self):
+        """Make the weights unit by unit (fill, keep the slice, free): no rank ever holds the whole model at stage 3."""
+        for unit in self.units.values():
+            full = self.ledger.track("full", np.zeros(unit.layout.padded, np.float32))
+            for layer in self.model.layers:
+                if unit_of(layer) == unit.layout.name:
+                    layer.init(unit.layout.views(full), key_for(self.seed, unit.layout.prefix))
+            unit.fill(full)
+
+    @contextmanager
+    def gathered(self):
+        """The whole model on every rank, as {full name: array}: the one place where it may be. For reading only.
+
+        The arrays are the engine's memory: they are valid inside the `with` block, and must be copied to be kept.
+        """
+        parameters = {}
+        with self.ledger.as_other():
+            for unit in self.units.values():
+                unit.gather()
+                parameters |= {unit.layout.prefix + name: view for name, view in unit.weights().items()}
+        try:
+            yield parameters
+        finally:
+            parameters.clear()
+            for unit in self.units.values():
+                unit.free()
+
+
+def add_up(values):
+    """The sum of an array's (or an iterable's) numbers as a float, from left to right: NumPy's own order is another."""
+    total = 0.0
+    for value in np.ravel(values):
+        total += float(value)
+    return total

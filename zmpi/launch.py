@@ -1,0 +1,123 @@
+"""What the launcher says before MPI is up: how many ranks share this node's cores, and does it fit the MPI library.
+
+Standard library only, and no state. `zmpi/__init__.py` calls `set_threads` and `keep_freed_memory` before NumPy is
+imported, because a BLAS fixes its number of threads when it is loaded and malloc its habits with the first array.
+"""
+import ctypes
+import os
+import re
+import sys
+
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+# Ranks on this node. The innermost launcher first: mpirun runs inside a Slurm allocation, not the other way round.
+# Slurm writes one entry a node, "4(x2),3"; the largest is taken, since a rank does not know which node is its own.
+ON_THIS_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE", "PALS_LOCAL_SIZE",
+                "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+HYDRA = "Hydra's mpirun (MPICH, Intel MPI)"
+LAUNCHERS = (("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"), ("PALS_RANKID", "PALS"), ("HYDI_CONTROL_FD", HYDRA),
+             ("MPI_LOCALNRANKS", HYDRA), ("SLURM_PROCID", "srun (Slurm)"), ("PMIX_RANK", "a PMIx launcher"),
+             ("PMI_SIZE", "a PMI launcher"))
+SET_BLAS_THREADS = ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads",
+                    "openblas_set_num_threads64_", "openblas_set_num_threads", "MKL_Set_Num_Threads")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h of glibc
+
+
+def ranks_on_this_node(environ) -> int:
+    """How many ranks the launcher started on this node, at least 1."""
+    for name in ON_THIS_NODE:
+        counts = [int(count) for count in re.findall(r"\d+", re.sub(r"\(x\d+\)", "", environ.get(name, "")))]
+        if counts and max(counts) > 0:
+            return max(counts)
+    return 1
+
+
+def cores(environ) -> tuple[int, int]:
+    """(cores this process may use, cores all ranks of this node may use together).
+
+    The second is what the parent, the launcher's node process, may use: fewer than the machine has where a container or
+    Slurm lends a part of it, and more than the first where the launcher binds every rank to cores of its own.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        own = together = os.cpu_count() or 1
+    else:
+        own = len(os.sched_getaffinity(0))
+        try:
+            together = max(own, len(os.sched_getaffinity(os.getppid())))
+        except OSError:  # the parent is gone, or hidden from this name space
+            together = own
+    lent = environ.get("SLURM_CPUS_ON_NODE", "")
+    return own, min(together, int(lent)) if lent.isdecimal() and int(lent) else together
+
+
+def set_threads(environ) -> int:
+    """Give each rank its share of the node's cores as BLAS threads, in `environ`; returns the number of threads in use.
+
+    If any of OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and MKL_NUM_THREADS has a value, the user has decided: nothing is
+    set. Where NumPy is loaded already (a script that imports it before zmpi), its BLAS is told directly.
+    """
+    own, together = cores(environ)
+    share = max(1, min(own, together // ranks_on_this_node(environ)))
+    chosen = [environ[name] for name in THREADS if environ.get(name)]
+    if chosen:
+        first = re.match(r"\s*(\d+)", chosen[0])  # "4,2" is OpenMP's way to write nested levels
+        return max(1, int(first[1])) if first else share
+    for name in THREADS:
+        environ[name] = str(share)
+    if "numpy" in sys.modules:
+        _set_loaded_blas(share)
+    return share
+
+
+def _set_loaded_blas(threads: int) -> None:
+    """Set the number of threads of every BLAS in this process (Linux; elsewhere nothing happens)."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            paths = {line.split(maxsplit=5)[5].strip() for line in maps if "openblas" in line or "mkl_rt" in line}
+    except OSError:
+        return
+    for path in paths:
+        library = ctypes.CDLL(path)  # already loaded: this only finds it
+        for name in SET_BLAS_THREADS:
+            if hasattr(library, name):
+                getattr(library, name)(ctypes.c_int(threads))
+                break
+
+
+def keep_freed_memory() -> str:
+    """Let malloc keep freed blocks for the next step, so that large temporaries do not fault their pages in again.
+
+    Returns what was done: "thresholds", "no mmap" (older glibc refuses thresholds above 32 MiB), "nothing" (no glibc).
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        libc.gnu_get_libc_version  # noqa: B018  (the mallopt of another libc has other numbers)
+        mallopt = libc.mallopt
+    except (OSError, AttributeError, TypeError):
+        return "nothing"
+    if mallopt(M_TRIM_THRESHOLD, -1) != 1:
+        return "nothing"
+    if mallopt(M_MMAP_THRESHOLD, 2**30) == 1:
+        return "thresholds"
+    return "no mmap" if mallopt(M_MMAP_MAX, 0) == 1 else "nothing"
+
+
+def launcher(environ) -> str:
+    """The launcher's name, as far as the environment tells; "no launcher" where nothing does."""
+    return next((name for variable, name in LAUNCHERS if variable in environ), "no launcher")
+
+
+def lonely_launch(environ, size: int, library: str) -> str | None:
+    """One line if MPI sees a world of one (`size`) although a launcher started more processes, else None (promise P6).
+
+    That happens where mpirun comes from another MPI than the one Python loaded (`library`: its version string): every
+    process would train alone and each would call itself rank 0.
+    """
+    if size != 1:
+        return None
+    for name, alone in (("PMI_SIZE", 1), ("OMPI_COMM_WORLD_SIZE", 1), ("SLURM_STEP_NUM_TASKS", 1), ("PMIX_RANK", 0)):
+        value = environ.get(name, "").strip()
+        if value.isdecimal() and int(value) > alone:
+            short = " ".join(library.split("\n")[0].split()).rstrip(",")
+            return (f"{launcher(environ)} started more than one process ({name}={value}), but the MPI library that "
+                    f"Python loaded ({short}) sees a world of one: use the mpirun that belongs to this library")
+    return None

@@ -1,0 +1,81 @@
+"""Where each named parameter lies in its unit's flat padded vector. Pure arithmetic, in elements; no memory, no MPI."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import lcm, prod
+
+PIECES = 24  # the norm is summed in lcm(ranks, PIECES) pieces: the same pieces for every number of ranks that divides 24
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The vector of one unit, cut into `shards` equal shards.
+
+    `shapes` maps a parameter's local name to its shape, in the order in which they lie; `prefix` + local name is its
+    full name. Zeros follow the last parameter, up to a multiple of lcm(shards, PIECES), so that every shard has the same
+    length, a whole number of the norm's pieces.
+    """
+
+    name: str
+    prefix: str
+    shapes: dict
+    shards: int
+
+    @cached_property
+    def offsets(self):
+        """{local name: its first element}."""
+        return dict(zip(self.shapes, accumulate(map(prod, self.shapes.values()), initial=0), strict=False))
+
+    @cached_property
+    def elements(self):
+        """Elements without padding."""
+        return sum(map(prod, self.shapes.values()))
+
+    @cached_property
+    def padded(self):
+        """Elements of the full vector."""
+        multiple = lcm(self.shards, PIECES)
+        return -(-self.elements // multiple) * multiple
+
+    @cached_property
+    def shard_length(self):
+        """Elements of one shard."""
+        return self.padded // self.shards
+
+    @property
+    def pieces(self):
+        """Pieces of the norm in each shard."""
+        return lcm(self.shards, PIECES) // self.shards
+
+    def shard(self, owner):
+        """The slice of the vector that `owner` keeps."""
+        return slice(owner * self.shard_length, (owner + 1) * self.shard_length)
+
+    def padding(self, part):
+        """Padding elements inside a slice of the vector."""
+        return part.stop - max(part.start, min(part.stop, self.elements))
+
+    def views(self, vector):
+        """{local name: view} into a full vector, each in its parameter's shape. The views keep the vector alive."""
+        return {
+            name: vector[self.offsets[name] : self.offsets[name] + prod(shape)].reshape(shape)
+            for name, shape in self.shapes.items()
+        }
+
+    def spans(self, part):
+        """The parameters inside a slice of the vector, as (local name, start, stop) counted from the slice's start."""
+        found = []
+        for name, shape in self.shapes.items():
+            start = max(self.offsets[name], part.start)
+            stop = min(self.offsets[name] + prod(shape), part.stop)
+            if start < stop:
+                found.append((name, start - part.start, stop - part.start))
+        return found
+
+
+def chunks(length, limit):
+    """Cut range(length) into pieces of at most `limit` elements: [(start, stop), ...], in order, each element once."""
+    if limit < 1:
+        raise ValueError(f"chunk limit: expected at least 1 element, got {limit}")
+    return [(start, min(start + limit, length)) for start in range(0, length, limit)]

@@ -1,0 +1,161 @@
+"""Optimizers over one rank's slice of a unit: element by element, in blocks that stay in cache.
+
+What is updated is a flat slice: the master weights, the gradient summed over ranks, and the moments, all of one length.
+Nothing here knows of ranks; the slices of all ranks together are updated as one vector would be.
+"""
+
+from dataclasses import dataclass
+from math import cos, pi
+
+import numpy as np
+
+BLOCK = 1 << 16  # elements of a block: the five vectors of a block stay within a core's second-level cache
+
+
+@dataclass
+class Slice:
+    """What the optimizer updates of one unit. Every vector is owned by the unit and changed in place."""
+
+    master: np.ndarray  # weights, in the master type
+    gradient: np.ndarray  # summed over ranks, in the gradient type; possibly still multiplied by the loss scale
+    moments: dict  # {name: vector in the master type}
+    decayed: list  # [(start, stop, whether weight decay applies), ...], covering the parameters (not the padding)
+
+    def blocks(self):
+        """(start, stop, decays) of at most BLOCK elements each, in order."""
+        for start, stop, decays in self.decayed:
+            for first in range(start, stop, BLOCK):
+                yield first, min(first + BLOCK, stop), decays
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Optimizer:
+    """What all optimizers share: the learning rate's course, and clipping.
+
+    `lr` is reached after `warmup` updates and then kept (`schedule="constant"`) or let down along half a cosine wave to a
+    tenth of it at update `decay_steps` (`"cosine"`). `clip` bounds the global norm of the gradient (0: off).
+    """
+
+    lr: float = 3e-4
+    warmup: int = 0  # updates
+    schedule: str = "constant"
+    decay_steps: int = 0  # updates
+    clip: float = 0.0
+    weight_decay: float = 0.0
+
+    def __post_init__(self):
+        for name in ("lr", "warmup", "decay_steps", "clip", "weight_decay", *self.hyperparameters):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name}: expected a finite number of at least 0, got {value}")
+        if self.schedule not in ("constant", "cosine"):
+            raise ValueError(f"schedule: expected constant or cosine, got {self.schedule!r}")
+        if self.schedule == "cosine" and self.decay_steps < 1:
+            raise ValueError(f"decay_steps: a cosine schedule needs at least 1, got {self.decay_steps}")
+
+    def rate(self, t):
+        """The learning rate of update t (counted from 1)."""
+        if t < self.warmup:
+            return self.lr * t / self.warmup
+        if self.schedule == "constant":
+            return self.lr
+        along = min(1.0, (t - self.warmup) / max(1, self.decay_steps - self.warmup))
+        return self.lr * (0.1 + 0.9 * 0.5 * (1.0 + cos(pi * along)))
+
+    def clip_factor(self, norm):
+        """What the gradient is multiplied by: 1 where it is not clipped."""
+        return self.clip / norm if self.clip and norm > self.clip else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(_Optimizer):
+    """Adam with decoupled weight decay (arXiv 1711.05101, algorithm 2), on tensors of two and more dimensions only.
+
+    Embeddings are matrices and decay too; biases and norm gains do not.
+    """
+
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+    hyperparameters = ("beta1", "beta2", "eps")
+    moments = ("m", "v")  # first and second moment, in the master type
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) >= 1:
+                raise ValueError(f"{name}: expected at least 0 and below 1, got {getattr(self, name)}")
+
+    def update(self, owned, t, factor):
+        """Update a Slice in place: update t (counted from 1), with the gradient multiplied by `factor`."""
+        lr = self.rate(t)
+        step_size = lr / (1.0 - self.beta1**t)
+        root_of_correction = (1.0 - self.beta2**t) ** 0.5
+        length = min(BLOCK, len(owned.master))
+        g, scratch = np.empty_like(owned.master, shape=length), np.empty_like(owned.master, shape=length)
+        for start, stop, decays in owned.blocks():
+            p, m, v = (x[start:stop] for x in (owned.master, owned.moments["m"], owned.moments["v"]))
+            g_, s_ = g[: stop - start], scratch[: stop - start]
+            if factor == 1.0:
+                np.copyto(g_, owned.gradient[start:stop])
+            else:
+                np.multiply(owned.gradient[start:stop], factor, out=g_, dtype=g_.dtype)
+            if decays:
+                p *= 1.0 - lr * self.weight_decay
+            np.multiply(g_, 1.0 - self.beta1, out=s_)  # m = beta1 m + (1 - beta1) g
+            m *= self.beta1
+            m += s_
+            np.multiply(g_, g_, out=s_)  # v = beta2 v + (1 - beta2) g^2
+            s_ *= 1.0 - self.beta2
+            v *= self.beta2
+            v += s_
+            np.sqrt(v, out=s_)  # p -= lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
+            s_ /= root_of_correction
+            s_ += self.eps
+            np.divide(m, s_, out=s_)
+            s_ *= step_size
+            p -= s_
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(_Optimizer):
+    """Stochastic gradient descent with (heavy-ball) momentum; weight decay, if any, is decoupled as in AdamW."""
+
+    momentum: float = 0.0
+
+    hyperparameters = ("momentum",)
+
+    @property
+    def moments(self):
+        return ("momentum",) if self.momentum else ()
+
+    def update(self, owned, t, factor):
+        """Update a Slice in place: update t (counted from 1), with the gradient multiplied by `factor`."""
+        lr = self.rate(t)
+        g = np.empty_like(owned.master, shape=min(BLOCK, len(owned.master)))
+        for start, stop, decays in owned.blocks():
+            p, g_ = owned.master[start:stop], g[: stop - start]
+            if factor == 1.0:
+                np.copyto(g_, owned.gradient[start:stop])
+            else:
+                np.multiply(owned.gradient[start:stop], factor, out=g_, dtype=g_.dtype)
+            if decays and self.weight_decay:
+                p *= 1.0 - lr * self.weight_decay
+            if self.momentum:
+                velocity = owned.moments["momentum"][start:stop]  # velocity = momentum x velocity + g
+                velocity *= self.momentum
+                velocity += g_
+                np.copyto(g_, velocity)
+            g_ *= lr
+            p -= g_
+
+
+def sum_of_squares(vector):
+    """The sum of squares as a float, in float64, block by block: its bits depend on the vector's values alone."""
+    total = 0.0
+    for start in range(0, len(vector), BLOCK // 8):
+        block = vector[start : start + BLOCK // 8]
+        total += float(np.sum(np.square(block, dtype=np.float64)))
+    return total

@@ -1,0 +1,135 @@
+"""What a run says: its JSON log, its opening lines and its summary. Figures are of all ranks, and beside the formula."""
+
+import json
+import os
+import sys
+from math import isfinite
+
+from zmpi import __version__
+from zmpi.ledger import OWNED
+from zmpi.stages import elements_moved, state_bytes
+
+MEMORY = (*OWNED, "full_peak", "work", "peak")
+
+
+class RunLog:
+    """The log file of a run (rank 0 writes; without a path nobody does), and the last entries for the summary.
+
+    Raises ValueError or OSError where the file cannot be written.
+    """
+
+    def __init__(self, path, zero, args, argv):
+        self.zero = zero
+        self.last = self.last_evaluation = None
+        self._file = None
+        if path is None or zero.world.rank != 0:
+            return
+        folder = os.path.dirname(path) or "."
+        if os.path.isdir(path) or not os.path.isdir(folder):
+            fault = "is a directory" if os.path.isdir(path) else f"its folder {folder} is missing"
+            raise ValueError(f"--log: expected a file, got {path} ({fault})")
+        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  (open for the whole run)
+        self._write(header(zero, args, sys.argv if argv is None else argv))
+
+    def step(self, seconds):
+        """Log the engine's last step, which took so many seconds here. Gathers every rank's memory; all ranks call it."""
+        zero, step = self.zero, self.zero.last
+        comm, memory = zero.ledger["comm"], zero.ledger["memory"]
+        with zero.ledger.as_other():
+            everyone = zero.comm.gather_scalars([memory[kind] for kind in MEMORY])
+        self.last = {
+            "step": zero.step,
+            "loss": _number(step.loss),
+            "grad_norm": _number(step.grad_norm),
+            "lr": step.lr,
+            "tokens": step.tokens,
+            "step_s": seconds,
+            "tokens_per_s": step.tokens / seconds,
+            "optimizer_t": zero.updates,
+            "loss_scale": 1.0,
+            "skipped": 0,
+            "comm": comm,
+            "memory": {kind: [int(value) for value in everyone[:, column]] for column, kind in enumerate(MEMORY)},
+        }
+        self._write(self.last)
+
+    def evaluation(self, loss, tokens):
+        """Log a held-out loss over so many targets."""
+        self.last_evaluation = {"step": self.zero.step, "val_loss": _number(loss), "val_tokens": tokens}
+        self._write(self.last_evaluation)
+
+    def _write(self, entry):
+        if self._file:
+            self._file.write(json.dumps(entry, allow_nan=False) + "\n")
+            self._file.flush()
+
+
+def _number(value):
+    return value if isfinite(value) else None
+
+
+def header(zero, args, argv):
+    """The log's first line."""
+    layouts = [unit.layout for unit in zero.units.values()]
+    return {
+        "zmpi": __version__,
+        "argv": list(argv),
+        "size": zero.world.size,
+        "stage": zero.stage.number,
+        "parameters": sum(layout.elements for layout in layouts),
+        "unit_sizes": {layout.name: layout.elements for layout in layouts},
+        "padded_unit_sizes": {layout.name: layout.padded for layout in layouts},
+        "recipe": zero.policy.recipe.bytes_per_parameter(len(zero.optimizer.moments)),
+        "micro_batch": args.micro_batch,
+        "accumulate": args.accumulate,
+        "threads": zero.world.threads,
+        "device": zero.world.device.name,
+        "mpi": zero.world.library,
+        "transport": zero.world.transport,
+        "reduction": zero.comm.reduction,
+    }
+
+
+def opening(zero, args, text):
+    """What is about to run, in a few lines: everything that was chosen for the user is named."""
+    world = zero.world
+    parameters = sum(unit.layout.elements for unit in zero.units.values())
+    held_out = f"{len(text.held_out):,} held out" if len(text.held_out) else "none held out (too short)"
+    plural = "s" if world.size > 1 else ""
+    return (
+        f"zmpi {__version__}: {args.model}, {parameters:,} parameters, stage {zero.stage.number} on {world.size} rank{plural},"
+        f" {zero.policy.recipe.describe(len(zero.optimizer.moments))}\n"
+        f"device {world.device.name}, transport {world.transport}, reduction {zero.comm.reduction},"
+        f" {world.threads} thread(s) per rank, {world.library}\n"
+        f"data {args.data}: {len(text.train):,} tokens for training, {held_out}; a step is"
+        f" {args.micro_batch} x {args.accumulate} x {world.size} sequences (micro-batch x accumulate x ranks)"
+    )
+
+
+def summary(zero, log, seconds):
+    """The end of a run: losses, speed, and bytes and elements beside their formulas. `seconds` is the median step's."""
+    last, evaluation = log.last, log.last_evaluation
+    layouts = [unit.layout for unit in zero.units.values()]
+    sizes = {layout.name: layout.elements for layout in layouts}
+    padded, moments = sum(layout.padded for layout in layouts), len(zero.optimizer.moments)
+    formula = state_bytes(zero.stage, padded, zero.comm.shards, zero.policy.recipe, moments)
+    moved = elements_moved(zero.stage, zero.schedule, sizes, zero.last.micro_batches, zero.comm.ordered)
+    held_out = f"; validation {evaluation['val_loss']:.4f}" if evaluation else ""
+    lines = [
+        f"loss    training {last['loss']:.4f} at step {last['step']}{held_out} (nat per token)",
+        f"speed   {last['tokens'] / seconds:,.0f} tokens/s (median step {seconds * 1e3:.1f} ms)",
+        f"{'bytes per rank':24}{'formula':>16}{'measured, lowest and highest rank':>36}",
+    ]
+    for kind in OWNED:
+        lines.append(f"  {kind:22}{formula[kind]:>16,}{_range(last['memory'][kind]):>36}")
+    for kind, name in (("full_peak", "gathered, at peak"), ("work", "work buffers, at peak"), ("peak", "process, at peak")):
+        lines.append(f"  {name:22}{'':>16}{_range(last['memory'][kind]):>36}")
+    lines.append(f"{'elements per step':24}{'formula':>16}{'measured, rank 0':>36}")
+    for kind, expected in moved.items():
+        lines.append(f"  {kind:22}{expected:>16,}{last['comm'][kind]['elements']:>36,}")
+    return "\n".join(lines)
+
+
+def _range(values):
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} - {high:,}"

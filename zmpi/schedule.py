@@ -1,0 +1,100 @@
+"""The order in which one micro-batch visits the layers, as a table made beforehand that can be printed and tested.
+
+Forwards through the layers, the turn at the last one (its forward, the loss and its backward are one visit), and
+backwards. A unit is gathered where it is needed and was not kept from the visit before, freed where the next visit does
+not need it, and reduced at the last visit that adds to its gradient. No stage is asked here: where parameters are not
+sharded, gather and free do nothing.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One layer's part in a pass."""
+
+    layer: int  # index in model.layers
+    unit: str
+    forward: bool
+    backward: bool
+    weights: bool  # whether the layer's computation needs the unit's full vector
+    gather: bool = False
+    free: bool = False
+    reduce: bool = False
+
+    @property
+    def turn(self):
+        """The last layer's visit, where forward becomes backward."""
+        return self.forward and self.backward
+
+    def verbs(self):
+        """What happens in this visit, in order."""
+        verbs = {
+            "gather": self.gather,
+            "forward": self.forward,
+            "loss": self.turn,
+            "backward": self.backward,
+            "free": self.free,
+            "reduce": self.reduce,
+        }
+        return [verb for verb, happens in verbs.items() if happens]
+
+
+class Schedule(tuple):
+    """A tuple of visits, which prints as a table."""
+
+    @property
+    def gathers(self):
+        """Counter {unit: gathers in one micro-batch}, where parameters are sharded."""
+        return Counter(visit.unit for visit in self if visit.gather)
+
+    @property
+    def reduces(self):
+        """Counter {unit: reductions in one micro-batch}, where gradients are sharded."""
+        return Counter(visit.unit for visit in self if visit.reduce)
+
+    def __str__(self):
+        rows = [("visit", "layer", "unit", "what happens")]
+        rows += [(str(i), str(v.layer), v.unit, ", ".join(v.verbs())) for i, v in enumerate(self)]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows)
+
+
+def training_schedule(layers, units):
+    """The walk of one micro-batch: `layers` follow the Layer contract, `units` names the unit of each."""
+    last = len(layers) - 1
+    walk = [Visit(i, units[i], forward=True, backward=i == last, weights=True) for i in range(last + 1)]
+    for i in reversed(range(last)):
+        walk.append(Visit(i, units[i], forward=False, backward=True, weights=layers[i].backward_needs_weights))
+    return _with_moves(walk)
+
+
+def evaluation_schedule(layers, units):
+    """The forward pass alone, gathered and freed as in training."""
+    return _with_moves([Visit(i, units[i], forward=True, backward=False, weights=True) for i in range(len(layers))])
+
+
+def _with_moves(walk):
+    """Say at each visit whether its unit is gathered before it, freed and reduced after it."""
+    schedule = []
+    for i, visit in enumerate(walk):
+        before = walk[i - 1] if i else None
+        after = walk[i + 1] if i + 1 < len(walk) else None
+        schedule.append(
+            Visit(
+                visit.layer,
+                visit.unit,
+                visit.forward,
+                visit.backward,
+                visit.weights,
+                gather=visit.weights and not _needs(before, visit.unit),
+                free=visit.weights and not _needs(after, visit.unit),
+                reduce=visit.backward and not any(v.backward and v.unit == visit.unit for v in walk[i + 1 :]),
+            )
+        )
+    return Schedule(schedule)
+
+
+def _needs(visit, unit):
+    return visit is not None and visit.unit == unit and visit.weights

@@ -1,0 +1,166 @@
+"""mpirun -n 4 python -m zmpi.train: train a language model with its state kept apart, and say what that cost."""
+
+from dataclasses import fields
+from statistics import median
+from time import perf_counter
+
+from tqdm import tqdm
+
+from models import GPT, MLP
+from zmpi.data import Batches, load_text
+from zmpi.engine import ZeRO
+from zmpi.optim import SGD, AdamW
+from zmpi.options import Parser, named_as_flags, real, whole
+from zmpi.precision import RECIPES, Policy
+from zmpi.report import RunLog, opening, summary
+from zmpi.start import start
+
+COMMAND = "zmpi.train"
+OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
+LATER = ("checkpoint", "save_every", "keep", "resume", "init_from", "trace")  # flags whose work has not landed
+
+
+def parser():
+    """All flags. The names are a contract."""
+    flags = Parser(COMMAND, __doc__)
+    _model_flags(flags.add_argument_group("model and data"))
+    _training_flags(flags.add_argument_group("training"))
+    _optimizer_flags(flags.add_argument_group("optimizer"))
+    _run_flags(flags.add_argument_group("how it is run"))
+    _output_flags(flags.add_argument_group("what is kept"))
+    return flags
+
+
+def _model_flags(group):
+    add = group.add_argument
+    add("--model", choices=("transformer", "mlp"), default="transformer", help="GPT-2, or a multilayer perceptron")
+    add("--layers", type=whole(1), default=2, help="transformer blocks, or hidden layers")
+    add("--width", type=whole(1), default=128, help="channels")
+    add("--heads", type=int, help="attention heads (default: 4; transformer only)")
+    add("--context", type=whole(1), default=64, help="tokens that a prediction sees at most")
+    add("--vocab", type=whole(1), default=256, help="number of different tokens")
+    add("--data", default="builtin", help="builtin, a text file (bytes are the tokens), or a .bin file of uint16 tokens")
+
+
+def _training_flags(group):
+    add = group.add_argument
+    add("--micro-batch", type=whole(1), default=8, help="sequences per rank and micro-batch")
+    add("--accumulate", type=whole(1), default=1, help="micro-batches per step and rank")
+    add("--steps", type=whole(1), default=200, help="steps in total")
+    add("--seed", type=whole(0), default=0, help="seed of weights and data")
+    add("--eval-every", type=whole(0), default=0, help="steps between evaluations (0: at the end only)")
+
+
+def _optimizer_flags(group):
+    add = group.add_argument
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="update rule")
+    add("--lr", type=real(0), default=3e-3, help="learning rate after the warm-up")
+    add("--warmup", type=whole(0), default=20, help="steps over which the learning rate rises")
+    add("--schedule", choices=("cosine", "constant"), default="cosine", help="course of the learning rate after that")
+    add("--decay-steps", type=whole(1), help="step at which cosine reaches a tenth of --lr (default: --steps)")
+    add("--clip", type=real(0), default=1.0, help="bound of the gradient's global norm (0: off)")
+    add("--weight-decay", type=real(0), help="decoupled, on matrices only (default: 0.1; sgd: 0)")
+    add("--beta1", type=real(0), help="decay of the first moment (default: 0.9; adamw only)")
+    add("--beta2", type=real(0), help="decay of the second moment (default: 0.95; adamw only)")
+    add("--eps", type=real(0), help="added to the root of the second moment (default: 1e-8; adamw only)")
+    add("--momentum", type=real(0), help="share of the last step's direction (default: 0; sgd only)")
+
+
+def _run_flags(group):
+    add = group.add_argument
+    add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage: what is sharded")
+    add("--precision", choices=[name for name in RECIPES if name != "float64"], default="float32", help="number types")
+    add("--loss-scale", default="auto", help="auto, or a fixed number (float16 only)")
+    add("--loss-scale-window", type=whole(1), default=2000, help="good steps before the loss scale doubles (float16 only)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where arrays live")
+    add("--transport", choices=("auto", "direct", "staged"), default="auto", help="how device memory reaches MPI")
+    add("--reduction", choices=("auto", "mpi", "ordered"), default="auto", help="who sums gradients: MPI, or the owner")
+    add("--prefetch", type=int, choices=(0, 1), default=1, help="gathers started before they are needed")
+    add("--recompute", action="store_true", help="keep layer inputs only, and run each forward again")
+    add("--timeout", type=real(0, above=True), default=300, help="seconds after which a stuck collective ends the run")
+
+
+def _output_flags(group):
+    add = group.add_argument
+    add("--log", metavar="FILE", help="one JSON object per step (default: no log)")
+    add("--checkpoint", metavar="DIR", help="folder of checkpoints (default: none)")
+    add("--save-every", type=whole(1), help="steps between checkpoints (default: at the end only)")
+    add("--keep", type=whole(1), help="checkpoints that are kept (default: 3)")
+    add("--resume", action="store_true", help="go on from the newest complete checkpoint")
+    add("--init-from", metavar="DIR", help="folder with weights to start from (default: fresh weights)")
+    add("--trace", metavar="FILE", help="timeline of the run (default: none)")
+
+
+def main(argv=None):
+    """Run the command; what is wrong with it ends all ranks with one line."""
+    args, world = start(parser(), argv)
+    with world.agreed():
+        _refuse(args)
+        model = _build(args)
+        optimizer = _optimizer(args)
+        text = load_text(args.data, args.context, args.vocab, world.rank, world.size)
+    policy = Policy(args.precision, args.prefetch, args.recompute)
+    zero = ZeRO(model, world, args.stage, optimizer, args.seed, policy)
+    batches = Batches(text, world.rank, world.size, args.micro_batch, last_only=args.model == "mlp")
+    with world.agreed():
+        log = RunLog(args.log, zero, args, argv)
+    if world.rank == 0:
+        print(opening(zero, args, text), flush=True)
+    _train(zero, batches, args, log)
+
+
+def _train(zero, batches, args, log):
+    """The steps, the evaluations and the summary."""
+    seconds = []
+    held_out = batches.held_out()
+    for _ in tqdm(range(args.steps), desc="train", unit="step", mininterval=1, ncols=100, disable=zero.world.rank != 0):
+        began = perf_counter()
+        zero.train_step(batches.of_step(args.seed, zero.step + 1, args.accumulate))
+        seconds.append(perf_counter() - began)
+        log.step(seconds[-1])
+        if held_out and args.eval_every and zero.step % args.eval_every == 0 and zero.step < args.steps:
+            log.evaluation(zero.evaluate(held_out), batches.held_out_tokens)
+    if held_out:
+        log.evaluation(zero.evaluate(held_out), batches.held_out_tokens)
+    report = summary(zero, log, median(seconds))
+    if zero.world.rank == 0:
+        print(report, flush=True)
+
+
+def _refuse(args):
+    """Flags that contradict each other, or whose work has not landed: never quietly ignored."""
+    for name in LATER:
+        if getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')}: not supported yet")
+    if args.model == "mlp" and args.heads is not None:
+        raise ValueError(f"--heads: {args.heads} given, but --model mlp has no attention")
+    if args.precision != "float32":
+        raise ValueError(f"--precision: {args.precision} is not supported yet; expected float32")
+    if args.loss_scale != "auto":
+        raise ValueError("--loss-scale: applies to --precision float16 only")
+
+
+def _build(args):
+    """The model of the flags."""
+    with named_as_flags():
+        if args.model == "mlp":
+            return MLP(args.layers, args.width, args.context, args.vocab)
+        return GPT(args.layers, args.width, 4 if args.heads is None else args.heads, args.context, args.vocab)
+
+
+def _optimizer(args):
+    """The optimizer of the flags. A flag of the other kind is an error."""
+    kind = OPTIMIZERS[args.optimizer]
+    own = {field.name for field in fields(kind)}
+    given = {name: getattr(args, name) for name in ("weight_decay", "beta1", "beta2", "eps", "momentum")}
+    given = {name: value for name, value in given.items() if value is not None}
+    foreign = [name for name in given if name not in own]
+    if foreign:
+        raise ValueError(f"--{foreign[0].replace('_', '-')}: does not apply to --optimizer {args.optimizer}")
+    shared = {"lr": args.lr, "warmup": args.warmup, "schedule": args.schedule, "clip": args.clip}
+    with named_as_flags():
+        return kind(**shared, decay_steps=args.decay_steps or args.steps, **given)
+
+
+if __name__ == "__main__":
+    main()
