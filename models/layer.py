@@ -68,7 +68,7 @@ def units(model) -> dict[str, UnitSpec]:
 
 
 def key_for(seed: int, prefix: str):
-    """Returns key(local name) -> numpy Generator: a function of (seed, full name) alone, not of order, rank or process."""
+    """Returns key(local name) -> numpy Generator, a function of (seed, full name) alone: not of the order of calls."""
 
     def key(name):
         digest = hashlib.sha256(f"{seed} {prefix}{name}".encode()).digest()

@@ -55,7 +55,7 @@ def linear_backward(dy, x, w_CF, dw_CF, db_F):
 
 
 def gelu(x):
-    """y = x (1 + tanh u) / 2, u = sqrt(2/pi) (x + 0.044715 x^3): Hendrycks and Gimpel 2016, the form that GPT-2 uses."""
+    """y = x (1 + tanh u) / 2, u = sqrt(2/pi) (x + 0.044715 x^3): Hendrycks and Gimpel 2016, GPT-2's form."""
     y = np.empty_like(x)
     x_NF, y_NF = flat_rows(x), flat_rows(y)
     for rows in row_blocks(x_NF):

@@ -225,7 +225,8 @@ def add_in_order(rows, out, fresh):
         for row in rows:
             np.add(total, row[start : start + REDUCE_BLOCK], out=total)
         if total is not part:
-            np.copyto(part, total, casting="same_kind")
+            with np.errstate(over="ignore"):  # an overflow is found in the norm
+                np.copyto(part, total, casting="same_kind")
 
 
 def _check(vector, length, dtype):

@@ -29,10 +29,12 @@ class Step:
     """What the last training step was: the same numbers on every rank."""
 
     loss: float  # mean over the counted targets of all ranks, before the update
-    grad_norm: float  # of the gradient of that mean, before clipping
+    grad_norm: float  # of the gradient of that mean, unscaled and before clipping
     lr: float
     tokens: int  # counted targets of all ranks
     micro_batches: int  # of each rank
+    loss_scale: float  # the scale of this step
+    skipped: bool  # whether 16-bit gradients overflowed, and nothing was updated
 
 
 class ZeRO:
@@ -43,6 +45,12 @@ class ZeRO:
     one error on all of them (guard.UsageError).
     """
 
+    # What a changed algorithm replaces, in a subclass of its own.
+    make_ledger = Ledger
+    make_communicator = Communicator
+    make_layout = Layout
+    make_schedule = staticmethod(training_schedule)
+
     def __init__(self, model, world, stage=3, optimizer=None, seed=0, policy=None):
         with world.agreed():
             if stage not in range(len(STAGES)):
@@ -52,15 +60,16 @@ class ZeRO:
         self.model, self.world, self.optimizer, self.seed = model, world, optimizer or AdamW(), seed
         self.step = 0  # training steps taken
         self.updates = 0  # updates made: Adam's count, and the position in the learning rate's course
+        self.scaler = self.policy.scaler()
         self.last = None  # the last Step
-        self.ledger = Ledger()
-        self.comm = Communicator(world, self.ledger, reduction)
+        self.ledger = self.make_ledger()
+        self.comm = self.make_communicator(world, self.ledger, reduction)
 
         names = [unit_of(layer) for layer in model.layers]
-        self.schedule = training_schedule(model.layers, names)
+        self.schedule = self.make_schedule(model.layers, names)
         self.evaluation = evaluation_schedule(model.layers, names)
         rules = Rules(self.stage, self.policy.recipe, self.comm, self.ledger, world.device, self.optimizer.moments)
-        layouts = [Layout(name, spec.prefix, spec.shapes, self.comm.shards) for name, spec in units(model).items()]
+        layouts = [self.make_layout(name, spec.prefix, spec.shapes, self.comm.shards) for name, spec in units(model).items()]
         self.comm.reserve(layouts, self.policy.recipe.gradient)
         self.units = {layout.name: Unit(layout, rules) for layout in layouts}
         self._initialise()
@@ -83,7 +92,7 @@ class ZeRO:
                 if visit.forward:
                     x = self._forward(visit, w, x, saved)
                 if visit.turn:
-                    loss, x = self.model.loss(x, targets, counted)
+                    loss, x = self.model.loss(x, targets, counted / self.scaler.scale)
                     losses.append(loss)
                 if visit.backward:
                     x = self._backward(visit, w, saved, x, first)
@@ -112,8 +121,11 @@ class ZeRO:
     def _open(self, micro_batches):
         """Agree on the step: every rank brings as many micro-batches. Returns the counted targets of all ranks."""
         mine = sum(int(np.count_nonzero(targets >= 0)) for _, targets in micro_batches)
-        everyone = self.comm.gather_scalars([len(micro_batches), mine])
+        too_large = sum(unit.too_large for unit in self.units.values())
+        everyone = self.comm.gather_scalars([len(micro_batches), mine, too_large])
         numbers, counted = everyone[:, 0], int(sum(everyone[:, 1]))
+        if everyone[:, 2].any():
+            raise Agreed(f"step {self.step}: {int(sum(everyone[:, 2]))} weights became too large for {self.policy.precision}")
         if numbers.min() != numbers.max() or not numbers[0]:
             raise UsageError(f"micro-batches: every rank needs the same number, at least 1; got {numbers.astype(int).tolist()}")
         if not counted:
@@ -153,14 +165,17 @@ class ZeRO:
         pieces = zip(*(unit.squares() for unit in self.units.values()), strict=True)
         everyone = self.comm.gather_scalars([*losses, *map(add_up, pieces)])
         loss = add_up(everyone[:, : len(losses)].T) / counted  # micro-batch j = m x size + r: in order of m, then of r
-        norm = sqrt(add_up(everyone[:, len(losses) :]))
+        norm = sqrt(add_up(everyone[:, len(losses) :])) / self.scaler.scale
         self.step += 1
-        if not (isfinite(loss) and isfinite(norm)):
+        scale, skipped = self.scaler.scale, not (isfinite(loss) and isfinite(norm))
+        if skipped and scale == 1:
             raise Agreed(f"step {self.step}: the loss is {loss} and the gradient's norm {norm}; nothing was updated")
-        self.updates += 1
-        for unit in self.units.values():
-            unit.update(self.optimizer, self.updates, self.optimizer.clip_factor(norm))
-        self.last = Step(loss, norm, self.optimizer.rate(self.updates), counted, len(losses))
+        if not skipped:
+            self.updates += 1
+            for unit in self.units.values():
+                unit.update(self.optimizer, self.updates, self.optimizer.clip_factor(norm) / scale)
+        self.scaler.after_step(overflow=skipped)
+        self.last = Step(loss, norm, self.optimizer.rate(self.updates), counted, len(losses), scale, skipped)
         return loss
 
     # -- weights --------------------------------------------------------------------------------------------------

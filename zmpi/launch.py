@@ -3,6 +3,7 @@
 Standard library only, and no state. `zmpi/__init__.py` calls `set_threads` and `keep_freed_memory` before NumPy is
 imported, because a BLAS fixes its number of threads when it is loaded and malloc its habits with the first array.
 """
+
 import ctypes
 import os
 import re
@@ -11,14 +12,32 @@ import sys
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 # Ranks on this node. The innermost launcher first: mpirun runs inside a Slurm allocation, not the other way round.
 # Slurm writes one entry a node, "4(x2),3"; the largest is taken, since a rank does not know which node is its own.
-ON_THIS_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE", "PALS_LOCAL_SIZE",
-                "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+ON_THIS_NODE = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "PALS_LOCAL_SIZE",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+)
 HYDRA = "Hydra's mpirun (MPICH, Intel MPI)"
-LAUNCHERS = (("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"), ("PALS_RANKID", "PALS"), ("HYDI_CONTROL_FD", HYDRA),
-             ("MPI_LOCALNRANKS", HYDRA), ("SLURM_PROCID", "srun (Slurm)"), ("PMIX_RANK", "a PMIx launcher"),
-             ("PMI_SIZE", "a PMI launcher"))
-SET_BLAS_THREADS = ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads",
-                    "openblas_set_num_threads64_", "openblas_set_num_threads", "MKL_Set_Num_Threads")
+LAUNCHERS = (
+    ("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"),
+    ("PALS_RANKID", "PALS"),
+    ("HYDI_CONTROL_FD", HYDRA),
+    ("MPI_LOCALNRANKS", HYDRA),
+    ("SLURM_PROCID", "srun (Slurm)"),
+    ("PMIX_RANK", "a PMIx launcher"),
+    ("PMI_SIZE", "a PMI launcher"),
+)
+SET_BLAS_THREADS = (
+    "scipy_openblas_set_num_threads64_",
+    "scipy_openblas_set_num_threads",
+    "openblas_set_num_threads64_",
+    "openblas_set_num_threads",
+    "MKL_Set_Num_Threads",
+)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h of glibc
 
 
@@ -118,6 +137,8 @@ def lonely_launch(environ, size: int, library: str) -> str | None:
         value = environ.get(name, "").strip()
         if value.isdecimal() and int(value) > alone:
             short = " ".join(library.split("\n")[0].split()).rstrip(",")
-            return (f"{launcher(environ)} started more than one process ({name}={value}), but the MPI library that "
-                    f"Python loaded ({short}) sees a world of one: use the mpirun that belongs to this library")
+            return (
+                f"{launcher(environ)} started more than one process ({name}={value}), but the MPI library that "
+                f"Python loaded ({short}) sees a world of one: use the mpirun that belongs to this library"
+            )
     return None

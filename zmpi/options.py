@@ -51,6 +51,12 @@ def real(lowest, above=False):
     return _number(float, "finite number", lowest, above)
 
 
+def auto_or_real(lowest):
+    """An argparse type: "auto", or a finite number of at least `lowest`."""
+    convert = real(lowest)
+    return lambda text: text if text == "auto" else convert(text)
+
+
 def _number(kind, name, lowest, above=False):
     bound = f"{name} {'above' if above else 'of at least'} {lowest}"
 

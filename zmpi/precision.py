@@ -62,13 +62,54 @@ class Policy:
     precision: str = "float32"
     prefetch: int = 1  # gathers that may be under way before they are needed: 0 or 1
     recompute: bool = False  # keep a layer's input only, and run its forward again in the backward pass
+    loss_scale: float | str = "auto"  # a fixed number, or dynamic for float16 and 1 for the others
+    loss_scale_window: int = 2000  # good steps after which a dynamic scale doubles
 
     def __post_init__(self):
         if self.precision not in RECIPES:
             raise ValueError(f"precision: expected one of {', '.join(RECIPES)}; got {self.precision!r}")
         if self.prefetch not in (0, 1):
             raise ValueError(f"prefetch: expected 0 or 1; got {self.prefetch!r}")
+        if self.loss_scale != "auto":
+            if self.precision != "float16":
+                raise ValueError(f"loss_scale: applies to precision float16 only, not to {self.precision}")
+            if not (isinstance(self.loss_scale, (int, float)) and 1 <= self.loss_scale <= LossScaler.HIGHEST):
+                raise ValueError(f"loss_scale: expected auto, or a number from 1 to 2^24; got {self.loss_scale!r}")
+        if self.loss_scale_window < 1:
+            raise ValueError(f"loss_scale_window: expected at least 1 step, got {self.loss_scale_window}")
 
     @property
     def recipe(self):
         return RECIPES[self.precision]
+
+    def scaler(self):
+        """A fresh LossScaler for this policy."""
+        if self.loss_scale != "auto":
+            return LossScaler(float(self.loss_scale), window=None)
+        dynamic = self.precision == "float16"
+        return LossScaler(LossScaler.START, self.loss_scale_window) if dynamic else LossScaler(1.0, window=None)
+
+
+@dataclass
+class LossScaler:
+    """The factor on the loss that keeps small gradients above 16-bit underflow (arXiv 1710.03740, section 3.2).
+
+    It is part of the training state: `scale` and `good_steps` are saved and resumed. A fixed scale has no `window`.
+    """
+
+    scale: float
+    window: int | None  # good steps after which the scale doubles
+    good_steps: int = 0  # since the scale last changed
+
+    START = 2.0**16
+    HIGHEST = 2.0**24
+
+    def after_step(self, overflow):
+        """Halve after an overflow (never below 1), double after `window` good steps (never above HIGHEST)."""
+        if self.window is None:
+            return
+        self.good_steps = 0 if overflow else self.good_steps + 1
+        if overflow:
+            self.scale = max(1.0, self.scale / 2)
+        elif self.good_steps == self.window:
+            self.scale, self.good_steps = min(self.HIGHEST, self.scale * 2), 0

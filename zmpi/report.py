@@ -46,8 +46,8 @@ class RunLog:
             "step_s": seconds,
             "tokens_per_s": step.tokens / seconds,
             "optimizer_t": zero.updates,
-            "loss_scale": 1.0,
-            "skipped": 0,
+            "loss_scale": step.loss_scale,
+            "skipped": int(step.skipped),
             "comm": comm,
             "memory": {kind: [int(value) for value in everyone[:, column]] for column, kind in enumerate(MEMORY)},
         }

@@ -10,7 +10,7 @@ from models import GPT, MLP
 from zmpi.data import Batches, load_text
 from zmpi.engine import ZeRO
 from zmpi.optim import SGD, AdamW
-from zmpi.options import Parser, named_as_flags, real, whole
+from zmpi.options import Parser, auto_or_real, named_as_flags, real, whole
 from zmpi.precision import RECIPES, Policy
 from zmpi.report import RunLog, opening, summary
 from zmpi.start import start
@@ -70,7 +70,7 @@ def _run_flags(group):
     add = group.add_argument
     add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage: what is sharded")
     add("--precision", choices=[name for name in RECIPES if name != "float64"], default="float32", help="number types")
-    add("--loss-scale", default="auto", help="auto, or a fixed number (float16 only)")
+    add("--loss-scale", type=auto_or_real(1), default="auto", help="auto, or a fixed number (float16 only)")
     add("--loss-scale-window", type=whole(1), default=2000, help="good steps before the loss scale doubles (float16 only)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where arrays live")
     add("--transport", choices=("auto", "direct", "staged"), default="auto", help="how device memory reaches MPI")
@@ -98,8 +98,9 @@ def main(argv=None):
         _refuse(args)
         model = _build(args)
         optimizer = _optimizer(args)
+        with named_as_flags():
+            policy = Policy(args.precision, args.prefetch, args.recompute, args.loss_scale, args.loss_scale_window)
         text = load_text(args.data, args.context, args.vocab, world.rank, world.size)
-    policy = Policy(args.precision, args.prefetch, args.recompute)
     zero = ZeRO(model, world, args.stage, optimizer, args.seed, policy)
     batches = Batches(text, world.rank, world.size, args.micro_batch, last_only=args.model == "mlp")
     with world.agreed():
@@ -134,10 +135,6 @@ def _refuse(args):
             raise ValueError(f"--{name.replace('_', '-')}: not supported yet")
     if args.model == "mlp" and args.heads is not None:
         raise ValueError(f"--heads: {args.heads} given, but --model mlp has no attention")
-    if args.precision != "float32":
-        raise ValueError(f"--precision: {args.precision} is not supported yet; expected float32")
-    if args.loss_scale != "auto":
-        raise ValueError("--loss-scale: applies to --precision float16 only")
 
 
 def _build(args):

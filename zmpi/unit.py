@@ -52,6 +52,7 @@ class Unit:
         self.moments = {name: self._own("optimizer", stage.optimizer, recipe.master) for name in rules.moments}
         self.master = None if recipe.own_master else self._own("optimizer", stage.optimizer, recipe.master)
         self.full = self.widened = self.partial = self.sum = None
+        self.too_large = 0  # weights of the last update that are finite in the master and infinite in 16 bits
         self._gather = None  # the gather under way
 
     # -- gather and free ------------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ class Unit:
         rules.comm.reduce_scatter(self.layout, sent, self.sum, fresh)
         if last:
             if self.sum is not mine:
-                np.copyto(mine, self.sum, casting="same_kind")
+                round_to(mine, self.sum)
             self.sum = None
             if not rules.stage.optimizer:
                 rules.comm.all_gather(self.layout, mine, self.gradients).wait()
@@ -124,7 +125,7 @@ class Unit:
             return partial
         whole = not self.rules.stage.gradients
         rounded = self.gradients if whole else self._new("partial", len(partial), self.rules.recipe.gradient)
-        np.copyto(rounded, partial, casting="same_kind")
+        round_to(rounded, partial)
         return rounded
 
     def _place_for_sum(self, mine, only):
@@ -145,7 +146,7 @@ class Unit:
         optimizer.update(owned, t, factor)
         parameters = self._updated(self.parameters)
         if self.master is not None:
-            np.copyto(parameters, owned.master, casting="same_kind")
+            self.too_large = round_to(parameters, owned.master)
         if stage.optimizer and not stage.parameters:
             self.rules.comm.all_gather(self.layout, parameters, self.parameters).wait()
 
@@ -160,8 +161,7 @@ class Unit:
         """Take this rank's weights from a full vector in the master type (which is not kept)."""
         if self.master is not None:
             np.copyto(self.master, full[self.part] if self.rules.stage.optimizer else full)
-        part = full[self.part] if self.rules.stage.parameters else full
-        np.copyto(self.parameters, part, casting="same_kind")
+        self.too_large = round_to(self.parameters, full[self.part] if self.rules.stage.parameters else full)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -180,3 +180,12 @@ class Unit:
 
     def _new(self, kind, length, dtype):
         return self.rules.ledger.track(kind, self.rules.device.xp.empty(length, dtype))
+
+
+def round_to(narrow, wide):
+    """Assign `wide` to `narrow`, rounded to its type; returns how many elements became infinite by that."""
+    with np.errstate(over="ignore"):  # an overflow is no accident here: it is counted, or found in the norm
+        np.copyto(narrow, wide, casting="same_kind")
+    if narrow.dtype == wide.dtype:
+        return 0
+    return int(np.count_nonzero(np.isinf(narrow)))
