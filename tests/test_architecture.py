@@ -13,8 +13,8 @@ FLOORS = {
     3: "unit",
     4: "checkpoint",
     5: "engine",
-    6: "data trace report start",
-    7: "train",
+    6: "data trace report start trial",
+    7: "train verify",
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}
 CORE = ("stages", "layout", "schedule", "unit", "engine")

@@ -16,4 +16,4 @@ def start(parser, argv):
         if World(device="cpu").rank == 0:
             print(told, end="", flush=True)
         raise SystemExit(0) from None
-    return args, World(args.device, args.transport, args.reduction, args.timeout)
+    return args, World(args.device, args.transport, getattr(args, "reduction", "auto"), args.timeout)
