@@ -28,8 +28,11 @@ class RunLog:
         if os.path.isdir(path) or not os.path.isdir(folder):
             fault = "is a directory" if os.path.isdir(path) else f"its folder {folder} is missing"
             raise ValueError(f"--log: expected a file, got {path} ({fault})")
-        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  (open for the whole run)
-        self._write(header(zero, args, sys.argv if argv is None else argv))
+        kept = _kept(path, zero.step) if args.resume else 0
+        self._file = open(path, "ab")  # noqa: SIM115  (open for the whole run)
+        self._file.truncate(kept)
+        if not kept:
+            self._write(header(zero, args, sys.argv if argv is None else argv))
 
     def step(self, seconds):
         """Log the engine's last step, which took so many seconds here. Gathers every rank's memory; all ranks call it."""
@@ -60,8 +63,24 @@ class RunLog:
 
     def _write(self, entry):
         if self._file:
-            self._file.write(json.dumps(entry, allow_nan=False) + "\n")
+            self._file.write(json.dumps(entry, allow_nan=False).encode() + b"\n")
             self._file.flush()
+
+
+def _kept(path, step):
+    """Bytes at the start of a log that a run resumed after `step` continues: a killed run may have logged more steps."""
+    kept = 0
+    if os.path.exists(path):
+        with open(path, "rb") as file:
+            for line in file:
+                try:
+                    entry = json.loads(line)
+                except ValueError:
+                    break
+                if not line.endswith(b"\n") or entry.get("step", 0) > step:
+                    break
+                kept += len(line)
+    return kept
 
 
 def _number(value):
