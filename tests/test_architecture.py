@@ -14,7 +14,7 @@ FLOORS = {
     4: "checkpoint",
     5: "engine",
     6: "data trace report start trial resume",
-    7: "train verify",
+    7: "train verify export generate",
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}
 CORE = ("stages", "layout", "schedule", "unit", "engine")
