@@ -11,13 +11,12 @@ from models import GPT, MLP
 from zmpi import resume
 from zmpi.checkpoint import Keeper, find, load
 from zmpi.data import Batches, load_text
-from zmpi.engine import ZeRO
 from zmpi.guard import Stopped, UsageError
 from zmpi.optim import SGD, AdamW
 from zmpi.options import Parser, auto_or_real, named_as_flags, real, whole
 from zmpi.precision import RECIPES, Policy
 from zmpi.report import RunLog, opening, summary
-from zmpi.start import start
+from zmpi.start import engine_of, start
 
 COMMAND = "zmpi.train"
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
@@ -80,6 +79,7 @@ def _run_flags(group):
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where arrays live")
     add("--transport", choices=("auto", "direct", "staged"), default="auto", help="how device memory reaches MPI")
     add("--reduction", choices=("auto", "mpi", "ordered"), default="auto", help="who sums gradients: MPI, or the owner")
+    add("--comm", metavar="FILE:CLASS", help="a Communicator or ZeRO of your own (default: zmpi's)")
     add("--prefetch", type=int, choices=(0, 1), default=1, help="gathers started before they are needed")
     add("--recompute", action="store_true", help="keep layer inputs only, and run each forward again")
     add("--timeout", type=real(0, above=True), default=300, help="seconds after which a stuck collective ends the run")
@@ -104,19 +104,11 @@ def main(argv=None):
     keeper = Keeper(args.checkpoint, world, args.keep or KEEP, make=False) if args.resume else None
     manifest = find(args.checkpoint, world) if args.resume else None
     with world.agreed():
-        if manifest:
-            resume.take_settings(args, parser().given(argv), manifest, world.size)
-        elif args.init_from:
-            resume.take_sizes(args, parser().given(argv))
-        world.reduction = args.reduction
-        model = _build(args)
-        optimizer = _optimizer(args)
-        with named_as_flags():
-            policy = Policy(args.precision, args.prefetch, args.recompute, args.loss_scale, args.loss_scale_window)
+        _take_settings(args, world, argv, manifest)
         text = load_text(args.data, args.context, args.vocab, world.rank, world.size)
         if manifest:
             resume.same_text(text, args, manifest)
-    zero = ZeRO(model, world, args.stage, optimizer, args.seed, policy)
+    zero = _engine(args, world)
     if manifest:
         load(zero, manifest.folder)
     if args.init_from:
@@ -132,6 +124,24 @@ def main(argv=None):
         saved = f"saved by {manifest['size']} ranks at stage {manifest['stage']}, {manifest['recipe']}"
         _say(world, f"resumed from {manifest.folder}: {zero.step} of {args.steps} steps are done ({saved})")
     _train(zero, batches, args, log, Saving(zero, keeper, args, text))
+
+
+def _take_settings(args, world, argv, manifest):
+    """What the command line leaves open comes from what the run goes on from."""
+    if manifest:
+        resume.take_settings(args, parser().given(argv), manifest, world.size)
+    elif args.init_from:
+        resume.take_sizes(args, parser().given(argv))
+    world.reduction = args.reduction
+
+
+def _engine(args, world):
+    """The engine of the flags, with fresh weights."""
+    with world.agreed():
+        engine, model, optimizer = engine_of(args.comm), _build(args), _optimizer(args)
+        with named_as_flags():
+            policy = Policy(args.precision, args.prefetch, args.recompute, args.loss_scale, args.loss_scale_window)
+    return engine(model, world, args.stage, optimizer, args.seed, policy)
 
 
 class Saving:
