@@ -4,7 +4,6 @@ Shapes: B sequences, R new positions, S positions so far with the new ones, T th
 """
 
 import math
-from functools import partial
 
 import numpy as np
 
@@ -36,7 +35,7 @@ class Cache:
         if isinstance(layer, Embedding):
             return layer.forward(w, x, start=self.length)[0]
         if isinstance(layer, Block):
-            return layer.forward(w, x, attend=partial(self._attend, layer.name))[0]
+            return layer.forward(w, x, attend=lambda qkv, heads: self._attend(layer.name, qkv, heads))[0]
         return layer.forward(w, x[:, -1:])[0]  # the head: only what follows the last position is asked for
 
     def _attend(self, name, qkv_BRF, heads):
