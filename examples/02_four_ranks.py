@@ -74,7 +74,8 @@ owned = sum(sum(unit.owned_bytes().values()) for unit in zero.units.values())
 whole = sum(2 * unit.layout.padded * 4 for unit in zero.units.values())  # weights and gradients, float32
 gathered = zero.ledger["comm"]["all_gather"]
 tell(
-    f"\nkept: {owned:,} bytes a rank, {world.size * owned:,} in all; replicated it would be {whole:,} a rank, {world.size * whole:,} in all"
+    f"\nkept: {owned:,} bytes a rank, {world.size * owned:,} in all;"
+    f" replicated it would be {whole:,} a rank, {world.size * whole:,} in all"
 )
 tell(f"moved: {gathered['bytes_sent']:,} bytes a rank in {gathered['calls']} gathers")
 assert owned * world.size == whole and zero.ledger.alive["full"] == 0

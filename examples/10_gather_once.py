@@ -41,9 +41,7 @@ def main():
         parameters = sum(unit.layout.elements for unit in zero.units.values())
         moved.append((comm["all_gather"]["elements"] + comm["reduce_scatter"]["elements"]) / parameters)
         if world.rank == 0:
-            print(
-                f"{engine.__name__}: {moved[-1]:g} elements a parameter, {full:,} bytes of full vectors at most\n{zero.schedule}\n"
-            )
+            print(f"{engine.__name__}: {moved[-1]:g} elements a parameter, full vectors of {full:,} bytes\n{zero.schedule}\n")
     assert losses[0] == losses[1] and moved == [3, 2]
     if world.rank == 0:
         print("10 ok: 2 instead of 3 elements moved a parameter, the same bits, and the whole model alive at the turn")
