@@ -113,6 +113,7 @@ class BlockReader:
 
     def __exit__(self, *error):
         self._file.close()
+        self._block = self._held = None  # the caller's name for this reader may outlive it
 
     def check(self, first, last):
         """Compare blocks first ... last - 1 with their sums."""
