@@ -111,7 +111,8 @@ def stage_of(folder):
         names = sorted(path.name for path in saving.iterdir())
         return "manifest written" if "manifest.sha256" in names else f"{sum('rank' in name for name in names)} files open"
     complete = sorted(folder.glob("step-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    if complete and not (folder / "latest").exists() or complete and newest(folder) != complete[-1]:
+    marked = complete and (folder / "latest").exists() and newest(folder) == complete[-1]
+    if complete and not marked:
         return "complete, not marked"
     return "removing an old one" if list(folder.glob(".removing-*")) else "between two saves"
 
@@ -191,20 +192,12 @@ def resumes(cases=None):
     for stage, precision, accumulate in cases or itertools.product(range(4), ("float32", "bfloat16", "float16"), (1, 2)):
         work = Path(tempfile.mkdtemp())
         flags = [*MODEL, "--stage", stage, "--precision", precision, "--accumulate", accumulate, "--decay-steps", "10"]
-        flags += ["--loss-scale-window", "3", "--eval-every", "2"]
+        reports = ["--eval-every", "2"]
+        flags += ["--loss-scale-window", "3", *reports]
         straight = train(2, *flags, "--steps", "10", "--checkpoint", work / "straight", "--log", work / "straight.log")
-        first = train(2, *flags, "--steps", "5", "--checkpoint", work / "halves", "--log", work / "halves.log")
-        second = train(
-            2,
-            "--steps",
-            "10",
-            "--checkpoint",
-            work / "halves",
-            "--log",
-            work / "halves.log",
-            "--resume",
-            *flags[-1:-3:-1][::-1],
-        )
+        where_to = ["--checkpoint", work / "halves", "--log", work / "halves.log"]
+        first = train(2, *flags, "--steps", "5", *where_to)
+        second = train(2, "--steps", "10", *where_to, "--resume", *reports)
         for run in (straight, first, second):
             assert run.status == 0, run.output
         assert bits(work / "straight") == bits(work / "halves"), (stage, precision, accumulate)
