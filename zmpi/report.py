@@ -15,7 +15,7 @@ MEMORY = (*OWNED, "full_peak", "work", "peak")
 class RunLog:
     """The log file of a run (rank 0 writes; without a path nobody does), and the last entries for the summary.
 
-    Raises ValueError or OSError where the file cannot be written.
+    With --resume a log that is there is continued. Raises OSError where the file cannot be written.
     """
 
     def __init__(self, path, zero, args, argv):
@@ -24,14 +24,12 @@ class RunLog:
         self._file = None
         if path is None or zero.world.rank != 0:
             return
-        folder = os.path.dirname(path) or "."
-        if os.path.isdir(path) or not os.path.isdir(folder):
-            fault = "is a directory" if os.path.isdir(path) else f"its folder {folder} is missing"
-            raise ValueError(f"--log: expected a file, got {path} ({fault})")
         kept = _kept(path, zero.step) if args.resume else 0
-        self._file = open(path, "ab")  # noqa: SIM115  (open for the whole run)
-        self._file.truncate(kept)
-        if not kept:
+        self._file = open(path, "r+b" if kept else "wb")  # noqa: SIM115  (open for the whole run)
+        if kept:
+            self._file.seek(kept)
+            self._file.truncate()
+        else:
             self._write(header(zero, args, sys.argv if argv is None else argv))
 
     def step(self, seconds):
@@ -67,10 +65,18 @@ class RunLog:
             self._file.flush()
 
 
+def check_log(path):
+    """Raise ValueError where no log can be written, before anything is."""
+    folder = os.path.dirname(path or "") or "."
+    if path and (os.path.isdir(path) or not os.path.isdir(folder)):
+        fault = "is a directory" if os.path.isdir(path) else f"its folder {folder} is missing"
+        raise ValueError(f"--log: expected a file, got {path} ({fault})")
+
+
 def _kept(path, step):
     """Bytes at the start of a log that a run resumed after `step` continues: a killed run may have logged more steps."""
     kept = 0
-    if os.path.exists(path):
+    if os.path.isfile(path):
         with open(path, "rb") as file:
             for line in file:
                 try:

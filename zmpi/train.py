@@ -15,7 +15,7 @@ from zmpi.guard import Stopped, UsageError
 from zmpi.optim import SGD, AdamW
 from zmpi.options import Parser, auto_or_real, named_as_flags, real, whole
 from zmpi.precision import RECIPES, Policy
-from zmpi.report import RunLog, opening, summary
+from zmpi.report import RunLog, check_log, opening, summary
 from zmpi.start import engine_of, start
 
 COMMAND = "zmpi.train"
@@ -104,6 +104,7 @@ def main(argv=None):
     keeper = Keeper(args.checkpoint, world, args.keep or KEEP, make=False) if args.resume else None
     manifest = find(args.checkpoint, world) if args.resume else None
     with world.agreed():
+        check_log(args.log if world.rank == 0 else None)
         _take_settings(args, world, argv, manifest)
         text = load_text(args.data, args.context, args.vocab, world.rank, world.size)
         if manifest:
@@ -115,10 +116,10 @@ def main(argv=None):
         with world.agreed():
             resume.init_from(zero, args.init_from)
     batches = Batches(text, world.rank, world.size, args.micro_batch, last_only=args.model == "mlp")
-    with world.agreed():
-        log = RunLog(args.log, zero, args, argv)
     if args.checkpoint and not keeper:
         keeper = _fresh(args, world)
+    with world.agreed():
+        log = RunLog(args.log, zero, args, argv)
     _say(world, opening(zero, args, text))
     if manifest:
         saved = f"saved by {manifest['size']} ranks at stage {manifest['stage']}, {manifest['recipe']}"

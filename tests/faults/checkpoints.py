@@ -173,7 +173,7 @@ def flips(count, seed=0):
         damaged[position // 8] ^= 1 << position % 8
         file.write_bytes(good[: position // 8] if cut else damaged)
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        resumed = train(1 + trial % RANKS, "--checkpoint", folder, "--resume", "--steps", "4")
+        resumed = train(1 + trial % RANKS, "--checkpoint", folder, "--resume", "--steps", "4", "--micro-batch", "1")
         lines = [line for line in resumed.output.splitlines() if "error" in line]
         assert resumed.status == 2 and len(lines) == 1 and file.name in lines[0], (file, resumed.output)
         assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
