@@ -188,7 +188,7 @@ def test_evaluation_is_booked_apart(comm):
     after = zero.ledger["comm"]
     sizes = {name: unit.layout.elements for name, unit in zero.units.items()}
     assert {kind: after[kind] for kind in after if kind != "other"} == {kind: before[kind] for kind in before if kind != "other"}
-    assert after["other"]["elements"] - 4 == sum(sizes.values()) + sizes["outer"]  # 3 + 1 scalars; outer is gathered twice
+    assert after["other"]["elements"] - 5 == sum(sizes.values()) + sizes["outer"]  # 4 + 1 scalars; outer twice
 
 
 def test_scalars_alone_are_booked_as_all_reduce(comm):
@@ -197,5 +197,5 @@ def test_scalars_alone_are_booked_as_all_reduce(comm):
         zero = one_step(model, world_of("ordered"), 2, 3)
         entry, pieces = zero.ledger["comm"]["all_reduce"], next(iter(zero.units.values())).layout.pieces
         assert entry["calls"] == 2
-        assert entry["elements"] == 3 + 3 + pieces
+        assert entry["elements"] == 4 + 3 + pieces
         assert entry["bytes_sent"] == (comm.size - 1) * entry["elements"] * 8
