@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
-    0: "stages layout schedule precision device launch hooks blocks",
+    0: "stages layout schedule precision device launch hooks blocks coding sampling",
     1: "guard ledger optim manifest pretrained",
     2: "comm options folder",
     3: "unit",

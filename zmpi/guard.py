@@ -43,14 +43,6 @@ class UsageError(Agreed):
     status = 2
 
 
-class Stopped(Agreed):
-    """The signal that ends the run, agreed by all ranks before a step (see finish_on_signal); nothing was computed."""
-
-    def __init__(self, number):
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.status = 143 if number == signal.SIGTERM else 0
-
-
 _guard = None  # one per process, whose hooks it takes, however many Worlds that makes
 
 
