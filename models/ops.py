@@ -271,7 +271,7 @@ def cross_entropy(logits_NV, targets_N, divisor):
     counted_N = targets_N >= 0
     targets_N = np.where(counted_N, targets_N, 0)
     counted_N1 = counted_N.astype(logits_NV.dtype)[:, None]
-    weight = 1 / divisor if divisor else 0.0
+    weight = float(1 / divisor) if divisor else 0.0  # a NumPy scalar would widen float32
     losses_N1 = np.empty_like(counted_N1)
     for rows in row_blocks(logits_NV):
         z_RV = logits_NV[rows]

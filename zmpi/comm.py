@@ -9,6 +9,7 @@ comes near 2^31, however large the unit is.
 import os
 import sys
 from contextlib import contextmanager
+from copy import copy
 from time import perf_counter
 
 import numpy as np
@@ -59,6 +60,14 @@ class World:
                 raise ValueError(f"--reduction: expected auto, mpi or ordered; got {reduction!r}")
         self.transport, self.reduction = "host", reduction
         self.threads = set_threads(os.environ)  # as they were set before NumPy was loaded
+
+    def twin(self, reduction=None, alone=False):
+        """This world with another reduction, or with this process as its only rank (every rank has its own then)."""
+        twin = copy(self)
+        twin.reduction = reduction or self.reduction
+        if alone:
+            twin.mpi, twin.rank, twin.size = MPI.COMM_SELF, 0, 1
+        return twin
 
     @property
     def library(self):

@@ -117,7 +117,7 @@ class ZeRO:
                     if visit.free:
                         self.units[visit.unit].free()
                 losses.append(self.model.loss(x, targets, counted)[0])
-            return add_up(self.comm.gather_scalars(losses).T) / counted
+            return add_up(self.comm.gather_scalars(losses).T.ravel()) / counted
 
     def _open(self, micro_batches):
         """Agree on the step: every rank brings as many micro-batches. Returns the counted targets of all ranks."""
@@ -165,8 +165,8 @@ class ZeRO:
         assert not self.comm.in_flight, "a gather is under way at the update: it would bring weights of the last step"
         pieces = zip(*(unit.squares() for unit in self.units.values()), strict=True)
         everyone = self.comm.gather_scalars([*losses, *map(add_up, pieces)])
-        loss = add_up(everyone[:, : len(losses)].T) / counted  # micro-batch j = m x size + r: in order of m, then of r
-        norm = sqrt(add_up(everyone[:, len(losses) :])) / self.scaler.scale
+        loss = add_up(everyone[:, : len(losses)].T.ravel()) / counted  # micro-batch j = m x size + r: in order of m, then of r
+        norm = sqrt(add_up(everyone[:, len(losses) :].ravel())) / self.scaler.scale
         self.step += 1
         scale, skipped = self.scaler.scale, not (isfinite(loss) and isfinite(norm))
         if skipped and scale == 1:
@@ -210,8 +210,8 @@ class ZeRO:
 
 
 def add_up(values):
-    """The sum of an array's (or an iterable's) numbers as a float, from left to right: NumPy's own order is another."""
+    """The sum of numbers as a float, from left to right: NumPy and Python's sum() have orders of their own."""
     total = 0.0
-    for value in np.ravel(values):
+    for value in values:
         total += float(value)
     return total

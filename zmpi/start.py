@@ -1,6 +1,10 @@
 """How a command that runs on all ranks begins: one command line, parsed by every rank and answered by one."""
 
-from zmpi.comm import World
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+from zmpi.comm import Communicator, World
+from zmpi.engine import ZeRO
 from zmpi.guard import UsageError
 from zmpi.options import Told
 
@@ -16,4 +20,30 @@ def start(parser, argv):
         if World(device="cpu").rank == 0:
             print(told, end="", flush=True)
         raise SystemExit(0) from None
-    return args, World(args.device, args.transport, args.reduction, args.timeout)
+    return args, World(args.device, args.transport, getattr(args, "reduction", "auto"), args.timeout)
+
+
+def engine_of(place):
+    """The engine class that `--comm FILE:CLASS` names; ZeRO itself for None.
+
+    CLASS is a Communicator of the user's own, or a ZeRO with other parts. Raises ValueError where it is neither.
+    """
+    if place is None:
+        return ZeRO
+    path, _, name = place.rpartition(":")
+    if not Path(path).is_file() or not name:
+        raise ValueError(f"--comm: expected FILE:CLASS, got {place} ({path or 'FILE'} is not a file)")
+    spec = spec_from_file_location(Path(path).stem, path)
+    if spec is None:
+        raise ValueError(f"--comm: {path} is not a Python file")
+    module = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"--comm: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    if isinstance(found, type) and issubclass(found, ZeRO):
+        return found
+    if isinstance(found, type) and issubclass(found, Communicator):
+        return type(f"ZeROWith{name}", (ZeRO,), {"make_communicator": found})
+    raise ValueError(f"--comm: {path} has no class {name} that is a zmpi Communicator or ZeRO")

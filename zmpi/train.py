@@ -8,12 +8,11 @@ from tqdm import tqdm
 
 from models import GPT, MLP
 from zmpi.data import Batches, load_text
-from zmpi.engine import ZeRO
 from zmpi.optim import SGD, AdamW
 from zmpi.options import Parser, auto_or_real, named_as_flags, real, whole
 from zmpi.precision import RECIPES, Policy
 from zmpi.report import RunLog, opening, summary
-from zmpi.start import start
+from zmpi.start import engine_of, start
 
 COMMAND = "zmpi.train"
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
@@ -75,6 +74,7 @@ def _run_flags(group):
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where arrays live")
     add("--transport", choices=("auto", "direct", "staged"), default="auto", help="how device memory reaches MPI")
     add("--reduction", choices=("auto", "mpi", "ordered"), default="auto", help="who sums gradients: MPI, or the owner")
+    add("--comm", metavar="FILE:CLASS", help="a Communicator or ZeRO of your own (default: zmpi's)")
     add("--prefetch", type=int, choices=(0, 1), default=1, help="gathers started before they are needed")
     add("--recompute", action="store_true", help="keep layer inputs only, and run each forward again")
     add("--timeout", type=real(0, above=True), default=300, help="seconds after which a stuck collective ends the run")
@@ -96,12 +96,13 @@ def main(argv=None):
     args, world = start(parser(), argv)
     with world.agreed():
         _refuse(args)
+        engine = engine_of(args.comm)
         model = _build(args)
         optimizer = _optimizer(args)
         with named_as_flags():
             policy = Policy(args.precision, args.prefetch, args.recompute, args.loss_scale, args.loss_scale_window)
         text = load_text(args.data, args.context, args.vocab, world.rank, world.size)
-    zero = ZeRO(model, world, args.stage, optimizer, args.seed, policy)
+    zero = engine(model, world, args.stage, optimizer, args.seed, policy)
     batches = Batches(text, world.rank, world.size, args.micro_batch, last_only=args.model == "mlp")
     with world.agreed():
         log = RunLog(args.log, zero, args, argv)

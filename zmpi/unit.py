@@ -104,7 +104,7 @@ class Unit:
         `first` and `last` say which of the step's micro-batches this is. Where all of them are added up before the one
         reduction, nothing happens until the last.
         """
-        rules, mine = self.rules, self._mine(self.gradients)
+        rules, mine = self.rules, self.summed
         sent, self.partial = self._rounded(self.partial), None
         if not (last or rules.reduce_each):
             return
@@ -135,7 +135,7 @@ class Unit:
 
     def squares(self):
         """The sum of squares of each of this rank's pieces of the gradient, as floats."""
-        return [sum_of_squares(piece) for piece in np.split(self._mine(self.gradients), self.layout.pieces)]
+        return [sum_of_squares(piece) for piece in np.split(self.summed, self.layout.pieces)]
 
     # -- update ---------------------------------------------------------------------------------------------------
 
@@ -162,6 +162,17 @@ class Unit:
         if self.master is not None:
             np.copyto(self.master, full[self.part] if self.rules.stage.optimizer else full)
         self.too_large = round_to(self.parameters, full[self.part] if self.rules.stage.parameters else full)
+
+    @property
+    def summed(self):
+        """The gradient, summed over ranks, of this rank's shard: a view."""
+        return self._mine(self.gradients)
+
+    def owned_bytes(self):
+        """{kind: bytes} of the live vectors that this rank owns."""
+        optimizer = [*self.moments.values()] if self.master is None else [*self.moments.values(), self.master]
+        vectors = {"parameters": [self.parameters], "gradients": [self.gradients], "optimizer": optimizer}
+        return {kind: sum(vector.nbytes for vector in owned) for kind, owned in vectors.items()}
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
