@@ -108,6 +108,8 @@ class Counted(np.lib.mixins.NDArrayOperatorsMixin):
         return self._view(self.shape[::-1])
 
     def __getitem__(self, index):
+        if isinstance(index, slice):
+            return self._view((len(range(*index.indices(self.shape[0]))), *self.shape[1:]))
         parts = index if isinstance(index, tuple) else (index,)
         arrays = [part.shape for part in parts if isinstance(part, Counted)]
         if not arrays:
@@ -150,17 +152,14 @@ class Counted(np.lib.mixins.NDArrayOperatorsMixin):
             return inputs[0].new((len(inputs[1]), *inputs[0].shape[1:]))
         if method != "__call__":
             raise TypeError(f"counted arrays: numpy.{ufunc.__name__}.{method} is not known")
-        if ufunc is np.matmul:
-            shape = _product(self.meter, *inputs)
-        else:
-            shape = np.broadcast_shapes(*map(np.shape, inputs))
+        shape = _product(self.meter, *inputs) if ufunc is np.matmul else None
         if out is not None:
             return out[0]
+        shape = shape or np.broadcast_shapes(*map(np.shape, inputs))
         if all(types.endswith("?") for types in ufunc.types):
             ones = [1 if isinstance(x, Counted) else x for x in inputs]
             return self.new(shape, bool, value=bool(np.all(ufunc(*ones))))
-        types = [x.dtype if isinstance(x, Counted) else x for x in inputs]
-        return self.new(shape, dtype or np.result_type(*types))
+        return self.new(shape, dtype or _common_type(*inputs))
 
     def __array_function__(self, function, types, args, kwargs):
         if function not in _FUNCTIONS:
@@ -175,6 +174,12 @@ def _product(meter, a, b):
         raise ValueError(f"matmul: {a.shape} and {b.shape} do not fit")
     meter.flops += 2 * prod(shape) * a.shape[-1]
     return shape
+
+
+def _common_type(*values):
+    """The type of what is computed of arrays and numbers."""
+    types = [x.dtype if isinstance(x, Counted) else x for x in values]
+    return types[0] if all(x is types[0] or isinstance(x, float) for x in types) else np.result_type(*types)
 
 
 def _empty_like(_, x, dtype=None, shape=None):
@@ -194,8 +199,5 @@ _FUNCTIONS = {
     np.shape: lambda _, x: x.shape,
     np.split: lambda _, x, parts: [x[i * len(x) // parts : (i + 1) * len(x) // parts] for i in range(parts)],
     np.sum: lambda _, x, axis=None: x.sum(axis),
-    np.where: lambda like, c, a, b: like.new(
-        np.broadcast_shapes(*map(np.shape, (c, a, b))),
-        np.result_type(*[x.dtype if isinstance(x, Counted) else x for x in (a, b)]),
-    ),
+    np.where: lambda like, c, a, b: like.new(np.broadcast_shapes(*map(np.shape, (c, a, b))), _common_type(a, b)),
 }

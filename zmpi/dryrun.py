@@ -122,12 +122,13 @@ class CountedModel:
 
 
 class Remembered(Layer):
-    """A layer that is walked once for each shape of its input. Layers alike but for their names share that."""
+    """A layer that is walked once for each shape of its input. Layers of the same kind and sizes share that."""
 
     def __init__(self, layer, memo):
         self._layer, self._memo = layer, memo
         self.name, self.unit, self.backward_needs_weights = layer.name, layer.unit, layer.backward_needs_weights
-        self._key = type(layer), repr(sorted((name, value) for name, value in vars(layer).items() if name != "name"))
+        sizes = sorted((name, value) for name, value in vars(layer).items() if isinstance(value, int))
+        self._key = type(layer), repr(layer.shapes()), tuple(sizes)
 
     def shapes(self):
         return self._layer.shapes()

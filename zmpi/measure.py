@@ -2,6 +2,7 @@
 
 import tracemalloc
 from collections import Counter
+from functools import partial
 from time import perf_counter
 
 from zmpi.comm import Communicator
@@ -10,37 +11,27 @@ from zmpi.watch import Memory, WatchedZeRO
 NUMPY_DOMAIN = 389047  # of tracemalloc: array data (numpy.lib.tracemalloc_domain)
 
 
-class Traced:
-    """The array memory of this process, seen by tracemalloc between `start` and `stop`. Steps are slow meanwhile."""
+def array_bytes():
+    """(bytes of arrays made since tracemalloc was started and alive, highest since the last call).
 
-    def start(self):
-        tracemalloc.start(1)
-
-    def stop(self):
-        tracemalloc.stop()
-
-    def read(self):
-        """(bytes of arrays made since the start and alive, highest since the last read).
-
-        The first is exact. tracemalloc's peak is of all memory: what Python's own objects take now is subtracted, so the
-        second may be off by what they took at the peak and no longer take, some kB.
-        """
-        if not tracemalloc.is_tracing():
-            return 0, 0
-        whole, highest = tracemalloc.get_traced_memory()
-        arrays = sum(trace.size for trace in tracemalloc.take_snapshot().traces if trace.domain == NUMPY_DOMAIN)
-        tracemalloc.reset_peak()
-        return arrays, highest - (whole - arrays)
+    The first is exact. tracemalloc's peak is of all memory: what Python's own objects take now is subtracted, so the second
+    may be off by what they took at the peak and no longer take, some kB.
+    """
+    if not tracemalloc.is_tracing():
+        return 0, 0
+    whole, highest = tracemalloc.get_traced_memory()
+    arrays = sum(trace.size for trace in tracemalloc.take_snapshot().traces if trace.domain == NUMPY_DOMAIN)
+    tracemalloc.reset_peak()
+    return arrays, highest - (whole - arrays)
 
 
 class TracedZeRO(WatchedZeRO):
     """An engine whose ledger is a watch.Memory over this process's arrays."""
 
-    def make_ledger(self):
-        return Memory(Traced().read)
+    make_ledger = partial(Memory, array_bytes)
 
     def traced_step(self, micro_batches):
-        """One training step, with `ledger.moments` of all that was alive in it; returns the loss."""
+        """One training step, slower than others, with `ledger.moments` of all that was alive in it; returns the loss."""
         tracemalloc.start(1)
         try:
             return self.train_step(micro_batches)

@@ -6,23 +6,25 @@ from time import perf_counter
 
 from tqdm import tqdm
 
-from models import GPT, MLP
 from zmpi.data import Batches, load_text
+from zmpi.model_flags import build_model, model_flags
 from zmpi.optim import SGD, AdamW
 from zmpi.options import Parser, auto_or_real, named_as_flags, real, whole
 from zmpi.precision import RECIPES, Policy
 from zmpi.report import RunLog, opening, summary
 from zmpi.start import engine_of, start
+from zmpi.trace import Trace, check_path, write_trace
+from zmpi.watch import watched
 
 COMMAND = "zmpi.train"
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
-LATER = ("checkpoint", "save_every", "keep", "resume", "init_from", "trace")  # flags whose work has not landed
+LATER = ("checkpoint", "save_every", "keep", "resume", "init_from")  # flags whose work has not landed
 
 
 def parser():
     """All flags. The names are a contract."""
     flags = Parser(COMMAND, __doc__)
-    _model_flags(flags.add_argument_group("model and data"))
+    model_flags(flags.add_argument_group("model and data"))
     _training_flags(flags.add_argument_group("training"))
     _optimizer_flags(flags.add_argument_group("optimizer"))
     _run_flags(flags.add_argument_group("how it is run"))
@@ -30,19 +32,9 @@ def parser():
     return flags
 
 
-def _model_flags(group):
-    add = group.add_argument
-    add("--model", choices=("transformer", "mlp"), default="transformer", help="GPT-2, or a multilayer perceptron")
-    add("--layers", type=whole(1), default=2, help="transformer blocks, or hidden layers")
-    add("--width", type=whole(1), default=128, help="channels")
-    add("--heads", type=int, help="attention heads (default: 4; transformer only)")
-    add("--context", type=whole(1), default=64, help="tokens that a prediction sees at most")
-    add("--vocab", type=whole(1), default=256, help="number of different tokens")
-    add("--data", default="builtin", help="builtin, a text file (bytes are the tokens), or a .bin file of uint16 tokens")
-
-
 def _training_flags(group):
     add = group.add_argument
+    add("--data", default="builtin", help="builtin, a text file (bytes are the tokens), or a .bin file of uint16 tokens")
     add("--micro-batch", type=whole(1), default=8, help="sequences per rank and micro-batch")
     add("--accumulate", type=whole(1), default=1, help="micro-batches per step and rank")
     add("--steps", type=whole(1), default=200, help="steps in total")
@@ -88,7 +80,7 @@ def _output_flags(group):
     add("--keep", type=whole(1), help="checkpoints that are kept (default: 3)")
     add("--resume", action="store_true", help="go on from the newest complete checkpoint")
     add("--init-from", metavar="DIR", help="folder with weights to start from (default: fresh weights)")
-    add("--trace", metavar="FILE", help="timeline of the run (default: none)")
+    add("--trace", metavar="FILE", help="timeline of the last 100 steps (.json, for Perfetto) or of one (.txt) (default: none)")
 
 
 def main(argv=None):
@@ -97,7 +89,10 @@ def main(argv=None):
     with world.agreed():
         _refuse(args)
         engine = engine_of(args.comm)
-        model = _build(args)
+        if args.trace:
+            check_path(args.trace)
+            engine = watched(engine, Trace)
+        model = build_model(args)
         optimizer = _optimizer(args)
         with named_as_flags():
             policy = Policy(args.precision, args.prefetch, args.recompute, args.loss_scale, args.loss_scale_window)
@@ -109,6 +104,8 @@ def main(argv=None):
     if world.rank == 0:
         print(opening(zero, args, text), flush=True)
     _train(zero, batches, args, log)
+    if args.trace:
+        write_trace(args.trace, zero)
 
 
 def _train(zero, batches, args, log):
@@ -134,16 +131,6 @@ def _refuse(args):
     for name in LATER:
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')}: not supported yet")
-    if args.model == "mlp" and args.heads is not None:
-        raise ValueError(f"--heads: {args.heads} given, but --model mlp has no attention")
-
-
-def _build(args):
-    """The model of the flags."""
-    with named_as_flags():
-        if args.model == "mlp":
-            return MLP(args.layers, args.width, args.context, args.vocab)
-        return GPT(args.layers, args.width, 4 if args.heads is None else args.heads, args.context, args.vocab)
 
 
 def _optimizer(args):

@@ -23,14 +23,12 @@ class Watch(Ledger):
 
     @contextmanager
     def doing(self, verb, name):
-        """Around a verb."""
-        outer, self.place = self.place, (verb, name)
+        """Around a verb. They do not nest."""
+        self.place = verb, name
         self.began()
-        try:
-            yield
-        finally:
-            self.ended()
-            self.place = outer if outer[0] == "update" else (f"after {verb}", name)
+        yield
+        self.place = f"after {verb}", name
+        self.ended()
 
     def began(self):
         """The verb in `place` begins."""
@@ -83,6 +81,13 @@ class WatchedZeRO(ZeRO):
     def _backward(self, visit, w, saved, dy, first):
         with self.ledger.doing("backward", self.model.layers[visit.layer].name):
             return super()._backward(visit, w, saved, dy, first)
+
+
+def watched(engine, ledger):
+    """The engine class, a ZeRO or one with other parts, as it looks to those who watch: `ledger()` makes its Watch."""
+    unit = WatchedUnit if engine.make_unit is Unit else type("WatchedUnit", (WatchedUnit, engine.make_unit), {})
+    parts = {"make_ledger": staticmethod(ledger), "make_unit": unit}
+    return type(f"Watched{engine.__name__}", (WatchedZeRO, engine), parts)
 
 
 @dataclass(frozen=True)
