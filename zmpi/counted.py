@@ -179,7 +179,9 @@ def _product(meter, a, b):
 def _common_type(*values):
     """The type of what is computed of arrays and numbers."""
     types = [x.dtype if isinstance(x, Counted) else x for x in values]
-    return types[0] if all(x is types[0] or isinstance(x, float) for x in types) else np.result_type(*types)
+    if values[0].__class__ is Counted and types[0].kind == "f" and all(x is types[0] or isinstance(x, float) for x in types):
+        return types[0]
+    return np.result_type(*types)
 
 
 def _empty_like(_, x, dtype=None, shape=None):
