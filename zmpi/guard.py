@@ -15,7 +15,6 @@ The module knows no MPI library: `zmpi/comm.py` hands it a communicator.
 import faulthandler
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -94,7 +93,7 @@ class Guard:
 
     def __exit__(self, kind, error, trace):
         count, name, _ = self._state
-        self._state = (count, name, 0.0)
+        self._state = (count - (kind is not None), name, 0.0)  # who leaves by an exception has not taken part
 
     def meet(self, timeout: float) -> "Guard":
         """Wait for all ranks, the first time; every World() calls it. `timeout` (seconds) holds from now on."""
@@ -202,7 +201,7 @@ class Guard:
                     self._gone[rank] = (count, time.monotonic())
                 case "stands", _, name:
                     line = f"{self._doing()}; the others stand in {name}, which it never entered"
-                    self._end(self._hooks.status or 1, lambda line=line: self._own(line), line)
+                    self._end((self._hooks.status or 0) & 255 or 1, lambda line=line: self._own(line), line)
 
     def _judge(self) -> None:
         """Is it time to leave; did an exited rank leave this one standing; did it stand too long."""
@@ -232,17 +231,17 @@ class Guard:
 
     def _report(self, count: int, name: str) -> str:
         """Ask every rank where it is: who never arrived at this wait, and a line for each rank."""
+        opening = f"{self.program}: {name} did not complete within {self.timeout:g} s: "
+        if self._private is None:
+            return f"{opening}rank {self.rank} stands in it; the others cannot be asked (no MPI_THREAD_MULTIPLE)\n"
         self._answers = {self.rank: (count, self._doing())}
-        if self._private is not None:
-            self._tell("ask", range(self.size))
-            self._listen(ANSWER, self._answers)
+        self._tell("ask", range(self.size))
+        self._listen(ANSWER, self._answers)
         absent = [rank for rank in sorted(self._answers) if self._answers[rank][0] < count]
         silent = [rank for rank in range(self.size) if rank not in self._answers]
         verdict = [f"{_ranks(absent)} never arrived"] if absent else []
         verdict += [f"no answer from {_ranks(silent)}"] if silent else []
-        lines = [
-            f"{self.program}: {name} did not complete within {self.timeout:g} s: " + ("; ".join(verdict) or "all ranks arrived")
-        ]
+        lines = [opening + ("; ".join(verdict) or "all ranks arrived")]
         lines += [f"  rank {rank}: {self._answers.get(rank, (0, 'no answer'))[1]}" for rank in range(self.size)]
         return "\n".join(lines) + "\n"
 

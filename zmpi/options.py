@@ -21,7 +21,8 @@ class Parser(argparse.ArgumentParser):
         self._said = ""
 
     def error(self, message):
-        raise UsageError(message.removeprefix("argument "))
+        unknown = message.partition("unrecognized arguments: ")[2]
+        raise UsageError(f"{unknown.split()[0]}: no such flag" if unknown else message.removeprefix("argument "))
 
     def _print_message(self, message, file=None):
         self._said += message

@@ -1,0 +1,82 @@
+"""A, B, C, D: four ranks, four pieces of state. Watch one step: kept apart, put together, used, dropped.
+
+Run:        mpirun -n 4 python examples/02_four_ranks.py
+Last line:  02 ok: each rank kept 1/4 of the state, and no full vector is left
+"""
+
+import numpy as np
+
+from models import MLP
+from zmpi import SGD, Policy, World, ZeRO
+from zmpi.comm import Communicator
+from zmpi.unit import Unit
+
+NAMES = "ABCD"
+
+
+def tell(line):
+    """Print a line, rank 0 only: all ranks do the same thing at the same time."""
+    if world.rank == 0:
+        print(line, flush=True)
+
+
+def owners(unit):
+    """A picture of a unit's slices, such as [A|B|C|D]."""
+    return "[" + "|".join(NAMES[: world.size]) + f"] of {unit}"
+
+
+class Talking(Communicator):
+    """The collectives, each with a line about it."""
+
+    def all_gather(self, layout, shard, full):
+        n = layout.elements
+        tell(f"  put together  {owners(layout.name)}: {n} weights, each rank sends its {layout.shard_length} to the others")
+        return super().all_gather(layout, shard, full)
+
+    def reduce_scatter(self, layout, full, out, fresh):
+        n = layout.elements
+        tell(f"  sum and share {owners(layout.name)}: {n} gradients, each rank keeps the sum of its {layout.shard_length}")
+        super().reduce_scatter(layout, full, out, fresh)
+
+
+class TalkingZeRO(ZeRO):
+    """The engine, with a line for what happens between two messages."""
+
+    make_communicator = Talking
+
+    def _forward(self, visit, *rest):
+        tell(f"  use           {visit.unit}: forward")
+        return super()._forward(visit, *rest)
+
+    def _backward(self, visit, *rest):
+        tell(f"  use           {visit.unit}: backward")
+        return super()._backward(visit, *rest)
+
+    def _update(self, losses, counted):
+        tell("  update        every rank updates the slices it owns, and no others")
+        return super()._update(losses, counted)
+
+
+world = World(device="cpu")
+free = Unit.free
+Unit.free = lambda unit: (tell(f"  drop          {unit.layout.name}: only the slices are left"), free(unit))[1]  # for the story
+
+zero = TalkingZeRO(
+    MLP(layers=1, width=8, context=4, vocab=16), world, stage=3, optimizer=SGD(lr=0.1), policy=Policy(prefetch=0)
+)
+inputs = np.random.default_rng(world.rank).integers(0, 16, (5, 4))  # each rank has its own five windows
+tell(
+    f"state kept apart: rank A owns the first slice of every unit, B the second, ...\n\nthe walk:\n{zero.schedule}\n\none step:"
+)
+zero.train_step([(inputs, inputs[:, 0])])
+
+owned = sum(sum(unit.owned_bytes().values()) for unit in zero.units.values())
+whole = sum(2 * unit.layout.padded * 4 for unit in zero.units.values())  # weights and gradients, float32
+gathered = zero.ledger["comm"]["all_gather"]
+tell(
+    f"\nkept: {owned:,} bytes a rank, {world.size * owned:,} in all;"
+    f" replicated it would be {whole:,} a rank, {world.size * whole:,} in all"
+)
+tell(f"moved: {gathered['bytes_sent']:,} bytes a rank in {gathered['calls']} gathers")
+assert owned * world.size == whole and zero.ledger.alive["full"] == 0
+tell(f"02 ok: each rank kept 1/{world.size} of the state, and no full vector is left")

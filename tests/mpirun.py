@@ -1,0 +1,73 @@
+"""Start a small MPI world from a test, and make sure that nothing of it is left behind."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a world ended."""
+
+    status: int  # mpirun's own; 124: it did not end in time and was ended
+    output: str  # stdout and stderr of all ranks, as they came
+    ended: float  # when the last of its processes was gone, as time.time()
+    left: list  # process ids that outlived mpirun by more than a second (they have been killed)
+
+
+def mpirun():
+    """The launcher: MPIRUN if set, else the one beside this Python (of the same MPI as its mpi4py), else that on PATH."""
+    beside = Path(sys.executable).parent / "mpirun"
+    found = os.environ.get("MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun"))
+    if not found:
+        raise FileNotFoundError("no mpirun: neither MPIRUN, nor beside the Python in use, nor on PATH")
+    return found
+
+
+def run_world(size, arguments, timeout, **environment):
+    """Run `python ARGUMENTS` on `size` ranks and wait for all of it; after `timeout` seconds it is ended by force."""
+    mark = f"world-{uuid.uuid4().hex}"  # in every rank's environment, so that a survivor is recognised
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    settings = os.environ | {"PYTHONPATH": path, "ZMPI_TEST_WORLD": mark} | environment
+    command = [mpirun(), "-n", str(size), sys.executable, *map(str, arguments)]
+    with subprocess.Popen(command, env=settings, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as world:
+        try:
+            output, _ = world.communicate(timeout=timeout)
+            status = world.returncode
+        except subprocess.TimeoutExpired:
+            for process in [world.pid, *_marked(mark)]:
+                _kill(process)
+            output, status = world.communicate()[0], 124
+    ended = time.time()
+    left = _marked(mark)
+    while left and time.time() < ended + 1:
+        time.sleep(0.02)
+        left = _marked(mark)
+    for process in left:
+        _kill(process)
+    return Ended(status, output, time.time() if left else ended, left)
+
+
+def _marked(mark):
+    """The living processes whose environment holds the mark (Linux; elsewhere none is found)."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in entry.read_bytes():  # that of a zombie is empty
+                found.append(int(entry.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def _kill(process):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, 9)
