@@ -74,6 +74,12 @@ class World:
         """The MPI library and its version, in one line."""
         return MPI.Get_library_version().split("\n")[0].strip().rstrip("\0")
 
+    @property
+    def standard(self):
+        """(version of the MPI standard, thread level of this process), in words."""
+        names = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
+        return "{}.{}".format(*MPI.Get_version()), names.get(MPI.Query_thread(), "multiple")
+
     def reduction_for(self, recipe):
         """How gradients of this recipe are reduced, "mpi" or "ordered"; raises ValueError for what MPI cannot do."""
         narrow = recipe.gradient.itemsize < 4
