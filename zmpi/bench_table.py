@@ -17,12 +17,12 @@ def heading(report):
             f"recipe {recipe['parameters']} + {recipe['gradients']} + {recipe['optimizer']} bytes per parameter"
             f" ({recipe['name']}), reduction {report['reduction']}, prefetch {report['prefetch']},"
             f" recompute {'on' if report['recompute'] else 'off'}",
-            f"world of {size} rank{'s' if size > 1 else ''} on {machine['hosts']} host(s), {machine['threads']} thread(s) per rank;"
-            f" a step is {report['micro_batch']} x {report['accumulate']} x {size} = {sequences} sequences",
+            f"world of {size} rank{'s' if size > 1 else ''} on {machine['hosts']} host(s), {machine['threads']} thread(s) per"
+            f" rank; a step is {report['micro_batch']} x {report['accumulate']} x {size} = {sequences} sequences",
             f"machine {machine['cpu']}, {machine['cores']} core(s); {machine['system']}, Python {machine['python']},"
             f" NumPy {machine['numpy']}, device {machine['device']}; {machine['mpi']}",
-            f"median of {report['steps']} steps after {report['warm_up']}; bytes are per rank, lowest to highest rank where they"
-            " differ; other figures are rank 0's",
+            f"median of {report['steps']} steps after {report['warm_up']}; bytes are per rank, lowest to highest rank where"
+            " they differ; other figures are rank 0's",
         ]
     )
 
@@ -78,7 +78,7 @@ def stage_table(report):
 
 
 NOTES = """\
-✓ measured to the byte what the formula (or, for arrays, the planner's dry run) says; ≠ not. The peak shows the ratio instead.
+✓ measured to the byte what the formula (or, for arrays, the planner's dry run) says; ≠ not. The peak shows measured / planned.
 Skew (waiting for the slowest rank) and time in flight were measured with a meeting before each collective, which itself costs
 time: they need not add up to what was blocked without it."""
 

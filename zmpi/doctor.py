@@ -94,24 +94,29 @@ def _rates(world):
     """(table of MB/s that a rank sends, what came out wrong or None): the collectives of training, checked."""
     rows, wrong = [("float32 vector", "all-gather", "reduce-scatter, mpi", "reduce-scatter, ordered")], None
     for elements in SIZES:
-        layout = Layout("probe", "", {"x": (elements,)}, world.size)
-        comms = [Communicator(world, Ledger(), reduction) for reduction in ("mpi", "ordered")]
-        for comm in comms:
-            comm.reserve([layout], np.float32)
-        shard = np.full(layout.shard_length, world.rank + 1, np.float32)
-        full, out = np.zeros(layout.padded, np.float32), np.zeros(layout.shard_length, np.float32)
-        gather = _rate(world, layout, lambda: comms[0].all_gather(layout, shard, full).wait())
-        expected = np.repeat(np.arange(1, world.size + 1, dtype=np.float32), layout.shard_length)
-        if not np.array_equal(full, expected):
-            wrong = f"an all-gather of {elements:,} elements brought wrong numbers to rank {world.rank}"
-        full.fill(world.rank + 1)
-        cells = [gather]
-        for comm in comms:
-            cells.append(_rate(world, layout, lambda comm=comm: comm.reduce_scatter(layout, full, out, True)))
-            if not np.all(out == world.size * (world.size + 1) / 2):
-                wrong = f"a reduce-scatter ({comm.reduction}) of {elements:,} elements was wrong on rank {world.rank}"
+        cells, fault = _rates_at(world, elements)
         rows.append((f"{elements * 4 >> 10:,} KiB", *cells))
+        wrong = wrong or fault
     return f"MB/s sent by each rank, median of {ROUNDS}\n" + table(rows), wrong
+
+
+def _rates_at(world, elements):
+    """(a cell for each collective, what came out wrong or None) of vectors of so many elements."""
+    layout, wrong, total = Layout("probe", "", {"x": (elements,)}, world.size), None, world.size * (world.size + 1) // 2
+    comms = [Communicator(world, Ledger(), reduction) for reduction in ("mpi", "ordered")]
+    for comm in comms:
+        comm.reserve([layout], np.float32)
+    shard = np.full(layout.shard_length, world.rank + 1, np.float32)
+    full, out = np.zeros(layout.padded, np.float32), np.zeros(layout.shard_length, np.float32)
+    cells = [_rate(world, layout, lambda: comms[0].all_gather(layout, shard, full).wait())]
+    if not np.array_equal(full, np.repeat(np.arange(1, world.size + 1, dtype=np.float32), layout.shard_length)):
+        wrong = f"an all-gather of {elements:,} elements brought wrong numbers to rank {world.rank}"
+    full.fill(world.rank + 1)
+    for comm in comms:
+        cells.append(_rate(world, layout, lambda comm=comm: comm.reduce_scatter(layout, full, out, True)))
+        if not np.all(out == total):
+            wrong = f"a reduce-scatter ({comm.reduction}) of {elements:,} elements was wrong on rank {world.rank}"
+    return cells, wrong
 
 
 def _rate(world, layout, call):

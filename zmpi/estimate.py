@@ -46,6 +46,7 @@ class Walk:
         self.elements = sum(unit.layout.elements for unit in run.units.values())
         self.schedule, self.reduce_each = run.schedule, run.comm.ordered
         self.unit_sizes = {name: unit.layout.elements for name, unit in run.units.items()}
+        self.padded = {name: unit.layout.padded for name, unit in run.units.items()}
 
     @property
     def bytes_sent(self):

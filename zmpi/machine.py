@@ -10,7 +10,7 @@ from zmpi.launch import cores, launcher
 
 
 def machine(world):
-    """{"hosts", "cpu", "cores", "system", "python", "numpy", "mpi", "launcher", "threads", "device"} of a World; all ranks call it."""
+    """{"hosts", "cpu", "cores", "system", "python", "numpy", "mpi", "launcher", "threads", "device"}; all ranks call it."""
     with world.guard.waiting("the machines' names"):
         hosts = world.mpi.allgather(platform.node())
     return {

@@ -111,8 +111,10 @@ def _timed(trial, world, stage):
         if step >= trial.warm_up:
             times.append(perf_counter() - began)
             blocked.append(sum(kind["blocked_s"] for kind in zero.ledger["comm"].values()))
+        if not zero.last.skipped or step == 0:  # a step that is skipped (float16) updates and so gathers nothing
+            comm, units = zero.ledger["comm"], _by_unit(zero.ledger.moved)
         memory |= Counter(zero.ledger["memory"])  # the highest of each
-    comm, step_s = zero.ledger["comm"], median(times)
+    step_s = median(times)
     shares = everyone(world, sum(blocked) / sum(times))
     kinds = {kind: everyone(world, memory[kind]) for kind in (*OWNED, "full_peak", "work")}
     sizes = {name: unit.layout.elements for name, unit in zero.units.items()}
@@ -131,18 +133,18 @@ def _timed(trial, world, stage):
         "resident_exact": resident.exact,
         "state": {kind: {"formula": owned[kind], "measured": kinds[kind]} for kind in OWNED},
         "booked": {"full": kinds["full_peak"], "work": kinds["work"]},
-        "moved": _volumes(zero, sizes, padded),
-        "units": _by_unit(zero.ledger.moved),
+        "moved": _volumes(zero, comm, sizes, padded),
+        "units": units,
     }
 
 
-def _volumes(zero, sizes, padded):
+def _volumes(zero, booked, sizes, padded):
     """{collective: elements and bytes of a step, by the closed form (paper, section 7) and as booked by this rank}."""
     ranks, itemsize = zero.comm.shards, zero.policy.recipe.gradient.itemsize
     form = [zero.last.micro_batches, zero.comm.ordered]
     elements = elements_moved(zero.stage, zero.schedule, sizes, *form)
     flat = elements_moved(zero.stage, zero.schedule, padded, *form)
-    booked, found = zero.ledger["comm"], {}
+    found = {}
     for kind in MOVED:
         found[kind] = {
             "calls": booked[kind]["calls"],

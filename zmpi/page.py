@@ -15,7 +15,7 @@ figure { margin: 1.5em 0; } figure img { width: 100%; max-width: 1000px; } figca
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.2em 0.9em; text-align: right; white-space: nowrap; } th:first-child, td:first-child { text-align: left; }
 thead th { border-bottom: 2px solid #222; } tr.headline td { font-weight: bold; padding-top: 0.9em; }
-tbody tr:nth-child(even) { background: #fafafa; } .scroll { overflow-x: auto; } .failed { color: #b00; }
+tr.below td:first-child { padding-left: 2.5em; color: #555; } .scroll { overflow-x: auto; } .failed { color: #b00; }
 """
 
 
@@ -32,12 +32,16 @@ def write_report(folder, axis, reports):
     for i, report in enumerate(reports):
         place = f"{point_of(axis, report)}" if axis else "Stages"
         parts.append(f"<h2>{escape(place)}</h2>\n<pre>{escape(heading(report))}</pre>")
-        parts += [f'<p class="failed">stage {r["stage"]} failed: {escape(r["error"])}</p>' for r in report["stages"] if "error" in r]
+        parts += [
+            f'<p class="failed">stage {r["stage"]} failed: {escape(r["error"])}</p>' for r in report["stages"] if "error" in r
+        ]
         suffix = f"-{i}" if axis else ""
         parts += [_figure(folder, name + suffix, caption, figure) for name, caption, figure in pictures(report)]
         parts += [_stages(report), f"<p>{escape(NOTES)}</p>", _units(report)]
     body = "\n".join(parts)
-    page = f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>zmpi bench</title><style>{STYLE}</style></head>\n'
+    page = (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>zmpi bench</title><style>{STYLE}</style></head>\n'
+    )
     page += f"<body><h1>What each ZeRO stage costs here</h1>\n{body}\n</body></html>\n"
     (folder / "index.html").write_text(page, encoding="utf-8")
 
@@ -62,7 +66,7 @@ def _stages(report):
         if cells is None:
             rows.append(f'<tr class="headline"><td colspan="{len(head) + 1}">{escape(label)}</td></tr>')
         else:
-            rows.append(_row([label, *cells]))
+            rows.append(_row([label, *cells], "below" if label.startswith(" ") else ""))
     return _table(["", *head], rows)
 
 
@@ -72,7 +76,9 @@ def _units(report):
     for row in report["stages"]:
         for entry in row.get("units", []):
             amounts = [f"{entry[name]:,}" for name in ("calls", "elements", "bytes_sent", "padding_bytes")]
-            rows.append(_row([f"stage {row['stage']}", entry["collective"], entry["unit"], *amounts, seconds(entry["blocked_s"])]))
+            rows.append(
+                _row([f"stage {row['stage']}", entry["collective"], entry["unit"], *amounts, seconds(entry["blocked_s"])])
+            )
     head = ["", "collective", "unit", "calls", "elements", "bytes sent", "of which padding", "blocked"]
     return "<h3>Messages of each unit in the last step, rank 0</h3>\n" + _table(head, rows)
 
@@ -82,5 +88,5 @@ def _table(head, rows):
     return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>\n' + "\n".join(rows) + "\n</tbody></table></div>"
 
 
-def _row(cells):
-    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+def _row(cells, kind=""):
+    return f'<tr class="{kind}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"

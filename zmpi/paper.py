@@ -66,7 +66,7 @@ Table 1 of the paper: state, GB per rank (1 GB = 1e9 bytes), 2 + 2 + 12 bytes pe
 All of Table 1 is analysis: it follows from the formulas of sections 5.1-5.3. What the authors ran at this scale: over 100B
 parameters on 400 GPUs with P_os+g and ZeRO-R (section 10). P_os+g+p, and "over 1T", they only analysed.
 
-Table 2 of the paper: largest model, 1e9 parameters, in 32 GB per GPU; 64 data-parallel ranks, each MP GPUs; each cell paper | zmpi
+Table 2 of the paper: largest model, 1e9 parameters, in 32 GB per GPU; 64 data-parallel ranks of MP GPUs; each cell paper | zmpi
 {_table_2()}
 The columns of theory are the formula; zmpi's figure is that too. The authors measured DP and P_os alone: the last columns are
 their figure and its share of the theory. The rest of the memory held activations and buffers."""

@@ -20,7 +20,12 @@ KINDS = {
     "activations": "#009E73",
     "temporaries": "#B0B0B0",
 }
-NAMES = {"full": "gathered vectors", "work": "work buffers", "activations": "saved activations", "optimizer": "optimizer states"}
+NAMES = {
+    "full": "gathered vectors",
+    "work": "work buffers",
+    "activations": "saved activations",
+    "optimizer": "optimizer states",
+}
 VERBS = {
     "gather": "#E69F00",
     "wait": "#D55E00",
@@ -31,6 +36,9 @@ VERBS = {
     "update": "#56B4E9",
     "agree": "#B0B0B0",
 }
+MEMORY = "All array memory of rank 0 over one step: what is gathered and freed makes the teeth of the saw."
+LANES = """One step of every rank. A gather only starts where it is drawn; the wait is where its end is needed. White:
+none of these (the loss, Python between two verbs, or a core that another process had)."""
 STAGE_COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73")
 
 
@@ -42,10 +50,14 @@ def pictures(report):
     ranks = f"{report['size']} rank{'s' if report['size'] > 1 else ''}"
     return [
         ("state", f"State per rank at each stage, on {ranks}: the formula, and what was measured.", _state(rows)),
-        ("memory", "All array memory of rank 0 over one step: what is gathered and freed makes the teeth of the saw.", _memory(rows)),
+        (
+            "memory",
+            "All array memory of rank 0 over one step: what is gathered and freed makes the teeth of the saw.",
+            _memory(rows),
+        ),
         ("throughput", f"Tokens per second, all {ranks} together, in the median step.", _throughput(rows)),
         ("blocked", "Share of a step in which a rank is blocked in communication: a dot for each rank.", _blocked(rows)),
-        ("lanes", "One step of every rank. Gathers only start where they are drawn; the wait is where their end is needed.", _lanes(rows)),
+        ("lanes", LANES, _lanes(rows)),
     ]
 
 
@@ -85,7 +97,9 @@ def _state(rows):
 
 def _memory(rows):
     columns = min(2, len(rows))
-    figure, axes = _axes(-(-len(rows) // columns), columns, 10, 3.0 * -(-len(rows) // columns) + 0.6, sharey=True, squeeze=False)
+    figure, axes = _axes(
+        -(-len(rows) // columns), columns, 10, 3.0 * -(-len(rows) // columns) + 0.6, sharey=True, squeeze=False
+    )
     divisor, name = unit_for(max(moment["total"] for row in rows for moment in row["moments"]))
     for one, row in zip(axes.flat, rows, strict=False):
         moments = row["moments"]
@@ -144,9 +158,8 @@ def _lanes(rows):
         first = min(event["start"] for lane in row["lanes"] for event in lane)
         for rank, lane in enumerate(row["lanes"]):
             for verb, colour in VERBS.items():
-                spans = [
-                    ((event["start"] - first) * 1e3, (event["end"] - event["start"]) * 1e3) for event in lane if event["verb"] == verb
-                ]
+                done = [event for event in lane if event["verb"] == verb]
+                spans = [((event["start"] - first) * 1e3, (event["end"] - event["start"]) * 1e3) for event in done]
                 one.broken_barh(spans, (rank - 0.4, 0.8), facecolors=colour, linewidth=0)
         one.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
         one.set_ylim(ranks - 0.5, -0.5)

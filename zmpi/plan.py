@@ -1,4 +1,4 @@
-"""python -m zmpi.plan: does it fit, and what will it cost? Formulas for a number of parameters, a dry run for a model. No MPI."""
+"""python -m zmpi.plan: does it fit, and what will it cost? A formula for a number of parameters, a dry run for a model."""
 
 import json
 import sys
@@ -90,7 +90,9 @@ def _of_formula(args):
     lines = [("stage", "sharded", *kinds)]
     for row, sharded in zip(rows, SHARDED, strict=True):
         lines.append((f"  {row['stage']}", sharded, *(short(row[kind] / divisor) for kind in kinds)))
-    text = f"{_opening(parameters, args, recipe)}; {name} per rank (1 {name} = {divisor:,} bytes), state alone\n{table(lines, 2)}"
+    text = (
+        f"{_opening(parameters, args, recipe)}; {name} per rank (1 {name} = {divisor:,} bytes), state alone\n{table(lines, 2)}"
+    )
     if args.memory:
         text += f"\nlargest number of parameters whose state alone fits {_bytes(args.memory)} per rank"
         text += "".join(f"\n  stage {row['stage']}  {row['largest_parameters']:.4g}" for row in rows)

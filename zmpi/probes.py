@@ -3,14 +3,17 @@
 import ctypes
 import tracemalloc
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
+
+import numpy as np
 
 from zmpi.comm import Communicator
 from zmpi.ledger import peak_resident_bytes
 from zmpi.watch import Memory, WatchedZeRO
 
-NUMPY_DOMAIN = 389047  # of tracemalloc: array data (numpy.lib.tracemalloc_domain)
+NUMPY_DOMAIN = np.lib.tracemalloc_domain  # of array data
 
 
 def array_bytes():
@@ -91,10 +94,8 @@ class PeakResident:
 
     def reset(self):
         """Give freed memory back, and forget the peak so far."""
-        try:
+        with suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
-        except (OSError, AttributeError):
-            pass
         try:
             with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
                 file.write("5")

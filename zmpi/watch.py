@@ -21,6 +21,10 @@ class Watch(Ledger):
         super().__init__()
         self.place = ("", "")  # the verb at work; between two, the last one
 
+    def begin_step(self):
+        super().begin_step()
+        self.place = "at the start", ""
+
     @contextmanager
     def doing(self, verb, name):
         """Around a verb. They do not nest."""
@@ -151,7 +155,8 @@ class Memory(Watch):
             self.moments.append(Moment(*self._open, highest - self._before))
         if between:
             self._activations = now - self._before - sum(self.alive.values())
-        self._open = (*self.place, dict(self.alive), self._activations)
+        tracked = {kind: nbytes for kind, nbytes in self.alive.items() if nbytes}
+        self._open = (*self.place, tracked, self._activations)
 
     def highest(self):
         """The Moment of the step in which most is alive; of several, the last: a new array is in the books only then."""
