@@ -154,8 +154,8 @@ class Communicator:
         `out` is of shard length; it may be the own slice of `full`. It is in the gradient type or wider; sums are always
         made in the wider type and rounded once, so a 16-bit `out` must be fresh.
         """
-        _check(out, layout.shard_length, out.dtype)
-        _check(full, layout.padded, full.dtype)
+        _check(full, layout.padded, self._message.dtype)
+        _check(out, layout.shard_length, full.dtype if out.dtype == full.dtype else np.result_type(full.dtype, np.float32))
         pieces = self._chunks(layout, full.itemsize)
         for start, stop in pieces:
             began = perf_counter()
@@ -253,10 +253,10 @@ def add_in_order(rows, out, fresh):
         total = part if part.dtype == wide else np.empty_like(part, dtype=wide)
         if fresh:
             total.fill(0)
-        for row in rows:
-            np.add(total, row[start : start + REDUCE_BLOCK], out=total)
-        if total is not part:
-            with np.errstate(over="ignore"):  # an overflow is found in the norm
+        with np.errstate(over="ignore", invalid="ignore"):  # an overflow (and inf - inf) is found in the norm
+            for row in rows:
+                np.add(total, row[start : start + REDUCE_BLOCK], out=total)
+            if total is not part:
                 np.copyto(part, total, casting="same_kind")
 
 

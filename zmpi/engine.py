@@ -204,6 +204,7 @@ class ZeRO:
                 if unit_of(layer) == unit.layout.name:
                     layer.init(unit.layout.views(full), key_for(self.seed, unit.layout.prefix))
             unit.fill(full)
+            del full  # before the next one is made
 
     @contextmanager
     def gathered(self):
