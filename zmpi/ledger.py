@@ -34,6 +34,7 @@ class Ledger:
 
     def __init__(self):
         self.moved = defaultdict(Moved)  # (kind, unit) -> Moved
+        self._outside = defaultdict(Moved)  # the part of it that was booked as other since the step began
         self.alive = Counter()  # kind of memory -> bytes
         self.peak = Counter()  # kind of memory -> highest bytes since the step began
         self.work_peak = 0  # highest sum over the kinds of work buffers
@@ -41,8 +42,8 @@ class Ledger:
         self._as_other = False
 
     def begin_step(self):
-        """Start the books of a new step."""
-        self.moved.clear()
+        """Start the books of a new step. They open with what moved between the last one and this, under "other"."""
+        self.moved, self._outside = self._outside, defaultdict(Moved)
         self.peak = Counter(self.alive)
         self.work_peak = self._work()
 
@@ -50,9 +51,11 @@ class Ledger:
 
     def book(self, kind, unit, **amounts):
         """Add amounts (fields of Moved) to a kind of collective; inside `as_other`, to "other"."""
-        entry = self.moved["other" if self._as_other else kind, unit]
-        for field, amount in amounts.items():
-            setattr(entry, field, getattr(entry, field) + amount)
+        books = (self.moved, self._outside) if self._as_other else (self.moved,)
+        for book in books:
+            entry = book["other" if self._as_other else kind, unit]
+            for field, amount in amounts.items():
+                setattr(entry, field, getattr(entry, field) + amount)
 
     @contextmanager
     def as_other(self):

@@ -181,6 +181,7 @@ def _steps(zero, batches, args, log, saving):
     """The remaining steps; returns the seconds that each took."""
     seconds, held_out = [], batches.held_out()
     bar = {"desc": "train", "unit": "step", "mininterval": 1, "ncols": 100, "disable": zero.world.rank != 0}
+    zero.world.guard.line_start = "\n"  # a last word gets a line of its own, below the bar
     for _ in tqdm(range(zero.step, args.steps), initial=zero.step, total=args.steps, **bar):
         began = perf_counter()
         zero.train_step(batches.of_step(args.seed, zero.step + 1, args.accumulate))
@@ -190,6 +191,7 @@ def _steps(zero, batches, args, log, saving):
         if held_out and due:
             log.evaluation(zero.evaluate(held_out), batches.held_out_tokens)
         saving.step()
+    zero.world.guard.line_start = ""
     return seconds
 
 
