@@ -36,7 +36,7 @@ def strike():
 
 
 class Places:
-    """Where it strikes. `here(place)` stands at the places in this script; three more are wrapped around zmpi's own."""
+    """Where it strikes. `here(place)` stands at places in this script; three more are wrapped around zmpi's own."""
 
     def __init__(self, rank):
         self.mine, self.step = rank == RANK, 0
@@ -67,9 +67,10 @@ def batch(rank, step, places):
 
 
 def main():
+    places = Places(zmpi.comm.MPI.COMM_WORLD.rank)
+    places.here("start")
     world = World(device="cpu", timeout=60)  # the ranks of a busy machine need longer to start than TIMEOUT
     world = World(device="cpu", timeout=TIMEOUT)
-    places = Places(world.rank)
     if FAULT == "healthy":
         return healthy(world)
     if PLACE == "MPI":  # the signal comes while the main thread stands in a collective, which another rank joins late

@@ -139,7 +139,7 @@ def numpys_memory():
 
 
 @models
-@precisions
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_at_most_prefetch_plus_1_full_vectors_are_alive(comm, model, precision, prefetch, recompute):
@@ -227,32 +227,31 @@ def test_a_running_sum_is_kept_only_where_no_owned_vector_can_hold_it(comm, prec
 @models
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_nothing_gathered_is_left_after_50_batches_of_evaluation(comm, model, precision):
-    """B17; `full_peak` and `work` of batches 2 and 50 are equal, and to 1 % the memory that a batch takes."""
+    """B17. At batches 2 and 50 the peak of gathered vectors and all that NumPy holds are equal."""
     zero = Watched(model(layers=6), world_of("auto"), 3, adamw(), policy=Policy(precision))
     zero.train_step(share(zero.model, 1, zero.world, 1))
-    batches = [[batch] for batch in share(zero.model, 2, zero.world, 50, b=32)]
-    peaks = []
+    batches, peaks = [[batch] for batch in share(zero.model, 2, zero.world, 50)], []
     tracemalloc.start()
     try:
-        for batch in batches:
+        for number, batch in enumerate(batches, start=1):
             zero.ledger.begin_step()
             zero.ledger.made.clear()  # this test's own books
-            zero.visits.clear()
-            gc.collect()
-            tracemalloc.reset_peak()
-            before = tracemalloc.get_traced_memory()[0]
+            if number in (2, 50):
+                tracemalloc.reset_peak()
+                before = tracemalloc.get_traced_memory()[0]
             zero.evaluate(batch)
             assert zero.ledger.living("full") == zero.ledger.living("widened") == []
-            assert zero.ledger.alive["full"] == zero.ledger.alive["widened"] == 0
-            peaks.append((zero.ledger.peak["full"], zero.ledger.peak["widened"], tracemalloc.get_traced_memory()[1] - before))
+            if number in (2, 50):
+                took = tracemalloc.get_traced_memory()[1] - before
+                peaks.append((zero.ledger.peak["full"], zero.ledger.peak["widened"], numpys_memory(), took))
     finally:
         tracemalloc.stop()
-    assert zero.ledger.most["full"] <= 2
-    assert peaks[1][:2] == peaks[49][:2]
+    assert peaks[0][:3] == peaks[1][:3]
+    assert peaks[1][3] == pytest.approx(peaks[0][3], rel=0.01, abs=2000)  # bytes, of Python's own objects
     longest = sorted((unit.layout.padded for unit in zero.units.values()), reverse=True)
-    assert peaks[1][0] <= sum(longest[:2]) * zero.policy.recipe.parameter.itemsize
-    assert abs(peaks[49][2] - peaks[1][2]) < 0.01 * peaks[1][2]
-    zero.train_step(share(zero.model, 3, zero.world, 1))
+    assert peaks[0][0] <= sum(longest[:2]) * zero.policy.recipe.parameter.itemsize
+    assert zero.ledger.most["full"] == 2
+    assert zero.ledger.alive["full"] == zero.ledger.alive["widened"] == 0
 
 
 def test_an_evaluation_of_many_batches_holds_what_one_holds(comm):
