@@ -6,6 +6,7 @@ block of an optimizer, and the messages themselves. The ledger of a dry run is t
 
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -22,7 +23,7 @@ class CountedWorld(World):
     """One rank of a world of `size` that does not exist. `reduction` as in World, for a CPU."""
 
     def __init__(self, size, rank=0, reduction="auto"):
-        self.mpi = self.guard = None
+        self.mpi, self.guard = None, SimpleNamespace(stop_requested=0)
         self.size, self.rank, self.reduction = size, rank, reduction
         self.meter = Meter()
         self.device = Device("cpu", self.meter.xp)
@@ -60,7 +61,7 @@ class CountedUnit(WatchedUnit):
 
     def squares(self):
         block = min(self.layout.shard_length // self.layout.pieces, BLOCK // 8)
-        return [sum_of_squares(self._mine(self.gradients)[:block])] * self.layout.pieces
+        return [sum_of_squares(self.summed[:block])] * self.layout.pieces
 
 
 class FirstBlock:

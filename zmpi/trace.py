@@ -140,7 +140,9 @@ def as_chrome(lanes):
 
 def as_text(lanes):
     """The last step, a line for each event of each rank, in the order in which they began."""
-    last = max(event["step"] for lane in lanes for event in lane)
+    last = max((event["step"] for lane in lanes for event in lane), default=None)
+    if last is None:
+        return ""
     found = [(event["start"], rank, event) for rank, lane in enumerate(lanes) for event in lane if event["step"] == last]
     found.sort(key=lambda entry: entry[:2])
     first, lines = found[0][0], []

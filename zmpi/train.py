@@ -211,7 +211,7 @@ def _say(world, text):
 
 
 def _refuse(args):
-    """Flags that contradict each other, or whose work has not landed: never quietly ignored."""
+    """Flags that contradict each other: never quietly ignored."""
     for name in ("save_every", "keep", "resume"):
         if getattr(args, name) and not args.checkpoint:
             raise ValueError(f"--{name.replace('_', '-')}: needs --checkpoint DIR")
