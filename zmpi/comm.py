@@ -13,7 +13,6 @@ from copy import copy
 from time import perf_counter
 
 import numpy as np
-from mpi4py import MPI
 
 from zmpi.device import choose_device
 from zmpi.guard import UsageError, arm
@@ -22,6 +21,19 @@ from zmpi.layout import chunks
 
 CHUNK_BYTES = 16 << 20  # of one collective over all ranks: MPI's collectives are fastest between 1 and 16 MiB
 REDUCE_BLOCK = 1 << 16  # elements that are summed over ranks at a time, so that the running sum stays in cache
+
+
+class _Mpi:
+    """The module mpi4py.MPI, imported (which starts MPI) at its first use: zmpi.plan runs where there is no MPI."""
+
+    def __getattr__(self, name):
+        from mpi4py import MPI
+
+        self.__dict__[name] = getattr(MPI, name)
+        return self.__dict__[name]
+
+
+MPI = _Mpi()
 
 
 class World:
@@ -62,6 +74,12 @@ class World:
         """The MPI library and its version, in one line."""
         return MPI.Get_library_version().split("\n")[0].strip().rstrip("\0")
 
+    @property
+    def standard(self):
+        """(version of the MPI standard, thread level of this process), in words."""
+        names = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
+        return "{}.{}".format(*MPI.Get_version()), names.get(MPI.Query_thread(), "multiple")
+
     def reduction_for(self, recipe):
         """How gradients of this recipe are reduced, "mpi" or "ordered"; raises ValueError for what MPI cannot do."""
         narrow = recipe.gradient.itemsize < 4
@@ -101,7 +119,7 @@ class Communicator:
 
     def __init__(self, world, ledger, reduction, chunk_bytes=CHUNK_BYTES):
         self.mpi, self.guard, self.ledger = world.mpi, world.guard, ledger
-        self.size, self.rank = world.size, world.rank
+        self.xp, self.size, self.rank = world.device.xp, world.size, world.rank
         self.shards, self.shard = self.size, self.rank
         self.reduction, self.ordered = reduction, reduction == "ordered"
         self.chunk_bytes = chunk_bytes
@@ -136,8 +154,8 @@ class Communicator:
         `out` is of shard length; it may be the own slice of `full`. It is in the gradient type or wider; sums are always
         made in the wider type and rounded once, so a 16-bit `out` must be fresh.
         """
-        _check(out, layout.shard_length, out.dtype)
-        _check(full, layout.padded, full.dtype)
+        _check(full, layout.padded, self._message.dtype)
+        _check(out, layout.shard_length, full.dtype if out.dtype == full.dtype else np.result_type(full.dtype, np.float32))
         pieces = self._chunks(layout, full.itemsize)
         for start, stop in pieces:
             began = perf_counter()
@@ -166,7 +184,7 @@ class Communicator:
         longest = max(layout.shard_length for layout in layouts)
         chunk = min(longest, self._chunk_elements(itemsize))
         rows = self.shards if self.ordered or chunk < longest else 0  # `mpi` packs only what it has to cut
-        self._message = self.ledger.track("message", np.empty((rows + (not self.ordered)) * chunk, dtype))
+        self._message = self.ledger.track("message", self.xp.empty((rows + (not self.ordered)) * chunk, dtype))
 
     # -- how they are made of MPI calls ---------------------------------------------------------------------------
 
@@ -235,10 +253,10 @@ def add_in_order(rows, out, fresh):
         total = part if part.dtype == wide else np.empty_like(part, dtype=wide)
         if fresh:
             total.fill(0)
-        for row in rows:
-            np.add(total, row[start : start + REDUCE_BLOCK], out=total)
-        if total is not part:
-            with np.errstate(over="ignore"):  # an overflow is found in the norm
+        with np.errstate(over="ignore", invalid="ignore"):  # an overflow (and inf - inf) is found in the norm
+            for row in rows:
+                np.add(total, row[start : start + REDUCE_BLOCK], out=total)
+            if total is not part:
                 np.copyto(part, total, casting="same_kind")
 
 

@@ -148,7 +148,8 @@ class Unit:
         """Bring what is made from the masters up to date: rounded parameters, and the full vector where it is kept."""
         stage, parameters = self.rules.stage, self._updated(self.parameters)
         if self.master is not None:
-            self.too_large = round_to(parameters, self.master)
+            round_to(parameters, self.master)
+            self.too_large = self._infinite()
         if stage.optimizer and not stage.parameters:
             self.rules.comm.all_gather(self.layout, parameters, self.parameters).wait()
 
@@ -178,7 +179,8 @@ class Unit:
         """Take this rank's weights from a full vector in the master type (which is not kept)."""
         if self.master is not None:
             np.copyto(self.master, full[self.part] if self.rules.stage.optimizer else full)
-        self.too_large = round_to(self.parameters, full[self.part] if self.rules.stage.parameters else full)
+        round_to(self.parameters, full[self.part] if self.rules.stage.parameters else full)
+        self.too_large = 0 if self.master is None else self._infinite()
 
     @property
     def summed(self):
@@ -190,6 +192,10 @@ class Unit:
         optimizer = [*self.moments.values()] if self.master is None else [*self.moments.values(), self.master]
         vectors = {"parameters": [self.parameters], "gradients": [self.gradients], "optimizer": optimizer}
         return {kind: sum(vector.nbytes for vector in owned) for kind, owned in vectors.items()}
+
+    def _infinite(self):
+        """How many 16-bit weights of this rank's slice are infinite: each is counted on one rank, at every stage."""
+        return int(np.count_nonzero(np.isinf(self._mine(self.parameters))))
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -211,9 +217,6 @@ class Unit:
 
 
 def round_to(narrow, wide):
-    """Assign `wide` to `narrow`, rounded to its type; returns how many elements became infinite by that."""
+    """Assign `wide` to `narrow`, rounded to its type."""
     with np.errstate(over="ignore"):  # an overflow is no accident here: it is counted, or found in the norm
         np.copyto(narrow, wide, casting="same_kind")
-    if narrow.dtype == wide.dtype:
-        return 0
-    return int(np.count_nonzero(np.isinf(narrow)))
