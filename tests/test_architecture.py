@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
-    0: "stages layout schedule precision device launch hooks blocks counted table",
+    0: "stages layout schedule precision device launch hooks blocks coding sampling counted table",
     1: "guard ledger optim manifest pretrained machine paper bench_table",
     2: "comm options folder pictures",
     3: "unit model_flags page",

@@ -8,9 +8,9 @@ from time import perf_counter
 from tqdm import tqdm
 
 from zmpi import resume
-from zmpi.checkpoint import Keeper, find, load
+from zmpi.checkpoint import Keeper, Stopped, find, load
 from zmpi.data import Batches, load_text
-from zmpi.guard import Stopped, UsageError
+from zmpi.guard import UsageError
 from zmpi.model_flags import build_model, model_flags
 from zmpi.optim import SGD, AdamW
 from zmpi.options import Parser, auto_or_real, named_as_flags, real, whole
@@ -28,7 +28,7 @@ KEEP = 3  # checkpoints
 def parser():
     """All flags. The names are a contract."""
     flags = Parser(COMMAND, __doc__)
-    model_flags(flags.add_argument_group("model and data"))
+    model_flags(flags.add_argument_group("model"))
     _training_flags(flags.add_argument_group("training"))
     _optimizer_flags(flags.add_argument_group("optimizer"))
     _run_flags(flags.add_argument_group("how it is run"))
@@ -96,6 +96,8 @@ def main(argv=None):
     manifest = find(args.checkpoint, world) if args.resume else None
     with world.agreed():
         check_log(args.log if world.rank == 0 else None)
+        if args.trace:
+            check_path(args.trace)
         _take_settings(args, world, argv, manifest)
         text = load_text(args.data, args.context, args.vocab, world.rank, world.size)
         if manifest:
@@ -116,8 +118,6 @@ def main(argv=None):
         saved = f"saved by {manifest['size']} ranks at stage {manifest['stage']}, {manifest['recipe']}"
         _say(world, f"resumed from {manifest.folder}: {zero.step} of {args.steps} steps are done ({saved})")
     _train(zero, batches, args, log, Saving(zero, keeper, args, text))
-    if args.trace:
-        write_trace(args.trace, zero)
 
 
 def _take_settings(args, world, argv, manifest):
@@ -172,6 +172,8 @@ def _train(zero, batches, args, log, saving):
         _say(zero.world, f"{stop} after step {zero.step} of {args.steps}; --resume goes on from here")
         sys.exit(stop.status)
     saving.now()
+    if args.trace:
+        write_trace(args.trace, zero)
     _say(zero.world, summary(zero, log, median(seconds)))
 
 
@@ -213,8 +215,6 @@ def _refuse(args):
             raise ValueError(f"--{name.replace('_', '-')}: needs --checkpoint DIR")
     if args.resume and args.init_from:
         raise ValueError("--init-from: --resume takes the weights from the checkpoint; give one of the two")
-    if args.trace:
-        check_path(args.trace)
 
 
 def _optimizer(args):
