@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
-    0: "stages layout schedule precision device launch hooks",
-    1: "guard ledger optim",
+    0: "stages layout schedule precision launch hooks memory sums transport",
+    1: "guard device ledger optim",
     2: "comm options",
     3: "unit",
     4: "checkpoint",

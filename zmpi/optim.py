@@ -159,3 +159,8 @@ def sum_of_squares(vector):
         block = vector[start : start + BLOCK // 8]
         total += float(np.sum(np.square(block, dtype=np.float64)))
     return total
+
+
+def sums_of_squares(vector, pieces):
+    """The sum of squares of each of so many equal pieces of a vector, as floats."""
+    return [sum_of_squares(piece) for piece in np.split(vector, pieces)]

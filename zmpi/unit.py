@@ -18,7 +18,7 @@ import numpy as np
 from zmpi.comm import Communicator
 from zmpi.device import Device
 from zmpi.ledger import Ledger
-from zmpi.optim import Slice, sum_of_squares
+from zmpi.optim import Slice, sums_of_squares
 from zmpi.precision import Recipe
 from zmpi.stages import Stage
 
@@ -89,8 +89,8 @@ class Unit:
         reduced only once, it goes on adding up over the micro-batches, of which `first` is the first.
         """
         if self.partial is None:
-            if self.rules.stage.gradients or self.gradients.dtype != self.rules.recipe.compute:
-                self.partial = self._new("partial", self.layout.padded, self.rules.recipe.compute)
+            if self.rules.stage.gradients or self.gradients.dtype != self.rules.recipe.partial:
+                self.partial = self._new("partial", self.layout.padded, self.rules.recipe.partial)
                 self.partial.fill(0)
             else:
                 self.partial = self.gradients
@@ -135,7 +135,7 @@ class Unit:
 
     def squares(self):
         """The sum of squares of each of this rank's pieces of the gradient, as floats."""
-        return [sum_of_squares(piece) for piece in np.split(self.summed, self.layout.pieces)]
+        return sums_of_squares(self.summed, self.layout.pieces)
 
     # -- update ---------------------------------------------------------------------------------------------------
 
@@ -199,4 +199,4 @@ def round_to(narrow, wide):
         np.copyto(narrow, wide, casting="same_kind")
     if narrow.dtype == wide.dtype:
         return 0
-    return int(np.count_nonzero(np.isinf(narrow)))
+    return np.count_nonzero(np.isinf(narrow))  # an array without axes on a GPU: nobody waits for it here
