@@ -37,6 +37,10 @@ class Device:
         """[(inputs, targets), ...] one after the other, here."""
         return ((self.put(inputs), self.put(targets)) for inputs, targets in micro_batches)
 
+    def read_into(self, target, read):
+        """Let read(array) fill a NumPy array with what becomes the values of `target`, which lies here."""
+        read(target)
+
     def address(self, vector):
         """Where a vector's memory starts."""
         return vector.ctypes.data
@@ -69,6 +73,11 @@ class Gpu(Device):
 
     def get(self, array):
         return self.xp.asnumpy(array)
+
+    def read_into(self, target, read):
+        host = np.empty(target.shape, target.dtype)
+        read(host)
+        target[...] = self.put(host)
 
     def address(self, vector):
         return vector.data.ptr

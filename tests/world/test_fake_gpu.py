@@ -316,3 +316,20 @@ def test_it_is_an_array_of_the_gpu_that_is_gathered(comm):
     zero = ZeRO(gpt(), gpu_world("direct"), 3)
     with zero.gathered() as parameters:
         assert all(isinstance(array, Array) for array in parameters.values())
+
+
+@pytest.mark.parametrize("there", ["cpu", "direct"])
+def test_a_checkpoint_goes_on_on_another_device(comm, folder, there):
+    """Saved on the GPU at stage 3, loaded at stage 1 on the CPU or on the GPU: the state's bits are the same."""
+    first = ZeRO(gpt(), gpu_world("staged"), 3, adamw())
+    first.train_step(share(first.model, 1, first.world, 1))
+    first.save(folder)
+    second = ZeRO(gpt(), world_of("auto") if there == "cpu" else gpu_world(there), 1, adamw(), seed=1)
+    second.load(folder)
+    assert second.step == 1
+    loss = second.evaluate(share(second.model, 2, second.world, 1))
+    assert loss == pytest.approx(first.evaluate(share(first.model, 2, first.world, 1)), rel=1e-6)
+    with first.gathered() as here, second.gathered() as there:
+        for name, array in here.items():
+            one, other = first.world.device.get(array), second.world.device.get(there[name])
+            assert np.array(one).tobytes() == np.array(other).tobytes(), name
