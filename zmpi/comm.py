@@ -158,8 +158,9 @@ class Communicator:
         `out` is of shard length; it may be the own slice of `full`. It is in the gradient type or wider; sums are always
         made in the wider type and rounded once, so a 16-bit `out` must be fresh.
         """
-        _check(out, layout.shard_length, out.dtype)
-        _check(full, layout.padded, full.dtype)
+        wide = full.dtype if full.itemsize >= 4 else np.dtype(np.float32)
+        _check(full, layout.padded, self._message.dtype)
+        _check(out, layout.shard_length, wide if out.dtype == wide else full.dtype)
         pieces = self._chunks(layout, full.itemsize)
         for start, stop in pieces:
             began = perf_counter()

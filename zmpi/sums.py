@@ -1,10 +1,13 @@
-"""Sums whose bits depend on the numbers and their order alone."""
+"""Sums and roundings whose bits depend on the numbers and their order alone."""
 
 import numpy as np
+
+from models.twins import on_gpu
 
 REDUCE_BLOCK = 1 << 16  # elements that are summed over ranks at a time, so that the running sum stays in cache
 
 
+@on_gpu
 def add_in_order(rows, out, fresh):
     """Add the rows (n, elements) onto `out`, or onto zero (`fresh`), one by one from the first to the last.
 
@@ -21,3 +24,12 @@ def add_in_order(rows, out, fresh):
         if total is not part:
             with np.errstate(over="ignore"):  # an overflow is found in the norm
                 np.copyto(part, total, casting="same_kind")
+
+
+def round_to(narrow, wide):
+    """Assign `wide` to `narrow`, rounded to its type; returns how many elements became infinite by that."""
+    with np.errstate(over="ignore"):  # an overflow is no accident here: it is counted, or found in the norm
+        np.copyto(narrow, wide, casting="same_kind")
+    if narrow.dtype == wide.dtype:
+        return 0
+    return np.count_nonzero(np.isinf(narrow))  # an array without axes on a GPU: nobody waits for it here

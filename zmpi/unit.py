@@ -21,6 +21,7 @@ from zmpi.ledger import Ledger
 from zmpi.optim import Slice, sums_of_squares
 from zmpi.precision import Recipe
 from zmpi.stages import Stage
+from zmpi.sums import round_to
 
 
 @dataclass(frozen=True)
@@ -141,16 +142,13 @@ class Unit:
 
     def update(self, optimizer, t, factor):
         """Let the optimizer update what this rank owns, and make the full vector whole again where it is kept."""
-        optimizer.update(self.owned(), t, factor)
-        self._publish()
+        self.too_large = optimizer.update(self.owned(), t, factor)
+        self._complete()
 
-    def _publish(self):
-        """Bring what is made from the masters up to date: rounded parameters, and the full vector where it is kept."""
-        stage, parameters = self.rules.stage, self._updated(self.parameters)
-        if self.master is not None:
-            self.too_large = round_to(parameters, self.master)
-        if stage.optimizer and not stage.parameters:
-            self.rules.comm.all_gather(self.layout, parameters, self.parameters).wait()
+    def _complete(self):
+        """Make the full vector whole again where it is kept."""
+        if self.rules.stage.optimizer and not self.rules.stage.parameters:
+            self.rules.comm.all_gather(self.layout, self._mine(self.parameters), self.parameters).wait()
 
     def shards(self):
         """{"master" or a moment's name: view of this rank's shard of it}: the state that a checkpoint holds."""
@@ -161,7 +159,8 @@ class Unit:
         if not self.rules.stage.optimizer:
             for whole in (self._master, *self.moments.values()):
                 self.rules.comm.all_gather(self.layout, self._mine(whole), whole).wait()
-        self._publish()
+        self.too_large = self.owned().round()
+        self._complete()
 
     @property
     def _master(self):
@@ -172,7 +171,8 @@ class Unit:
         """The Slice that this rank updates: views of the vectors it owns."""
         part = self.part if self.rules.stage.optimizer else slice(0, self.layout.padded)
         decayed = [(a, b, len(self.layout.shapes[name]) >= 2) for name, a, b in self.layout.spans(part)]
-        return Slice(self._updated(self._master), self._updated(self.gradients), self.moments, decayed)
+        stored = None if self.master is None else self._updated(self.parameters)
+        return Slice(self._updated(self._master), self._updated(self.gradients), self.moments, decayed, stored)
 
     def fill(self, full):
         """Take this rank's weights from a full vector of the host's in the master type (which is not kept)."""
@@ -209,12 +209,3 @@ class Unit:
 
     def _new(self, kind, length, dtype):
         return self.rules.ledger.track(kind, self.rules.device.xp.empty(length, dtype))
-
-
-def round_to(narrow, wide):
-    """Assign `wide` to `narrow`, rounded to its type; returns how many elements became infinite by that."""
-    with np.errstate(over="ignore"):  # an overflow is no accident here: it is counted, or found in the norm
-        np.copyto(narrow, wide, casting="same_kind")
-    if narrow.dtype == wide.dtype:
-        return 0
-    return np.count_nonzero(np.isinf(narrow))  # an array without axes on a GPU: nobody waits for it here

@@ -99,9 +99,7 @@ def test_owned_bytes_equal_the_formula(comm, model, precision, stage):
 def test_owned_bytes_are_the_papers(comm, stage, precision):
     """16 bytes a parameter with two moments: 16, 4 + 12/N, 2 + 14/N, 16/N in 16 bits; 16, 8 + 8/N, 4 + 12/N, 16/N in 32."""
     zero = ZeRO(gpt(), world_of("auto"), stage, adamw(), policy=Policy(precision))
-    whole, apart = (
-        ((16, 0), (8, 8), (4, 12), (0, 16))[stage] if precision == "float32" else ((16, 0), (4, 12), (2, 14), (0, 16))[stage]
-    )
+    whole, apart = ((16, 0), (8, 8), (4, 12), (0, 16))[stage] if precision == "float32" else ((16, 0), (4, 12), (2, 14), (0, 16))[stage]
     padded = sum(unit.layout.padded for unit in zero.units.values())
     live = sum(array.nbytes for arrays in owned_arrays(zero).values() for array in arrays)
     assert live == whole * padded + apart * padded // comm.size

@@ -163,9 +163,7 @@ def test_a_small_chunk_limit_changes_no_bit_and_no_volume(comm, reduction, preci
             results.append(train(zero, accumulate=2, steps=2))
             moved = zero.ledger["comm"]
             calls = {name: entry.pop("calls") for name, entry in moved.items()}
-            found.append(
-                {name: (entry["elements"], entry["bytes_sent"], entry["padding_bytes"]) for name, entry in moved.items()}
-            )
+            found.append({name: (entry["elements"], entry["bytes_sent"], entry["padding_bytes"]) for name, entry in moved.items()})
             assert (calls["reduce_scatter"] > 4 * len(zero.units)) == (chunk_bytes == 1000)
         assert found[0] == found[1]
         if reduction == "ordered":
@@ -189,9 +187,7 @@ def test_evaluation_is_booked_apart(comm):
     zero.evaluate(share(zero.model, 2, zero.world, 1))
     after = zero.ledger["comm"]
     sizes = {name: unit.layout.elements for name, unit in zero.units.items()}
-    assert {kind: after[kind] for kind in after if kind != "other"} == {
-        kind: before[kind] for kind in before if kind != "other"
-    }
+    assert {kind: after[kind] for kind in after if kind != "other"} == {kind: before[kind] for kind in before if kind != "other"}
     assert after["other"]["elements"] - 4 == sum(sizes.values()) + sizes["outer"]  # 3 + 1 scalars; outer is gathered twice
 
 
