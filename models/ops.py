@@ -188,8 +188,7 @@ def attention(qkv_BTF, heads):
     """y = softmax(q k^T / sqrt(D) + mask) v for every head, (B, T, 3C) -> (B, T, C): Vaswani et al. 2017.
 
     Works on ROWS rows at a time and never holds all T x T scores. Returns y and lse (B, H, T, 1), the logarithm of each
-    row's sum of exponentials, from which the backward gets the probabilities again: p = exp(scores - lse) (Dao et al.
-    2022).
+    row's sum of exponentials: the backward gets the probabilities from it, p = exp(scores - lse) (Dao et al. 2022).
     """
     B, T, F = qkv_BTF.shape
     y_BTC = np.empty_like(qkv_BTF, shape=(B, T, F // 3))
