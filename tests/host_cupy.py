@@ -46,9 +46,10 @@ extern "C" void on_cpu_{name}(unsigned blocks, unsigned threads, {declared}) {{
 
 
 def cuda_includes():
-    """The folder of CUDA's headers, where the packages nvidia-cuda-runtime and nvidia-cuda-crt are installed, or None."""
-    found = [f for path in sys.path for f in Path(path).glob("nvidia/cu*/include") if (f / "cuda_bf16.h").exists()]
-    return next((folder for folder in found if (folder / "crt").exists()), None)
+    """The folder of CUDA's headers, where the packages of the extra `kernels` are installed, or None."""
+    needed = ("cuda_bf16.h", "crt", "nv/target")  # of nvidia-cuda-runtime, -crt and -cccl
+    folders = [folder for path in sys.path for folder in Path(path).glob("nvidia/cu*/include")]
+    return next((folder for folder in folders if all((folder / name).exists() for name in needed)), None)
 
 
 class ndarray(np.ndarray):
