@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 
+from models.fused import bias_gelu, bias_gelu_backward, product, product_backward
 from models.layer import Layer, check_sizes, init_normal
 from models.ops import (
     add_product,
@@ -17,7 +18,6 @@ from models.ops import (
     embedding_backward,
     flat_rows,
     gelu,
-    gelu_backward,
     layer_norm,
     layer_norm_backward,
     linear,
@@ -130,8 +130,8 @@ class Block(Layer):
         mid_BTC += x_BTC
 
         norm_BTC, norm_2 = layer_norm(mid_BTC, *parameters(w, "ln_2"))
-        hidden_BTF = linear(norm_BTC, *parameters(w, "mlp.c_fc"))
-        y_BTC = linear(gelu(hidden_BTF), *parameters(w, "mlp.c_proj"))
+        hidden_BTF = product(norm_BTC, w["mlp.c_fc.weight"])
+        y_BTC = linear(bias_gelu(hidden_BTF, w["mlp.c_fc.bias"]), *parameters(w, "mlp.c_proj"))
         y_BTC += mid_BTC
         return y_BTC, (norm_1, qkv_BTF, mixed_BTC, lse, norm_2, hidden_BTF)
 
@@ -143,8 +143,9 @@ class Block(Layer):
 
         # y = mid + linear(gelu(linear(layer_norm(mid))))
         d = linear_back(dy_BTC, gelu(hidden_BTF), "mlp.c_proj")
-        d = gelu_backward(d, hidden_BTF)
-        d = linear_back(d, scale_shift(norm_2[0], *parameters(w, "ln_2")), "mlp.c_fc")
+        d = bias_gelu_backward(d, hidden_BTF, dw["mlp.c_fc.bias"])
+        fc = "mlp.c_fc.weight"
+        d = product_backward(d, scale_shift(norm_2[0], *parameters(w, "ln_2")), w[fc], dw[fc])
         d = layer_norm_backward(d, norm_2, w["ln_2.weight"], *parameters(dw, "ln_2"))
         dmid_BTC = np.add(d, dy_BTC, out=dy_BTC)
 
