@@ -6,7 +6,7 @@ from types import ModuleType
 import ml_dtypes  # noqa: F401  (CuPy knows bfloat16 if this is loaded before it)
 import numpy as np
 
-from zmpi.memory import peak_resident_bytes, watched_pool
+from zmpi.memory import peak_resident_bytes, traced_array_bytes, watched_pool
 
 ALIGNED = 64  # bytes; a GPU's matrix products are chosen by the alignment of what they multiply
 
@@ -49,6 +49,10 @@ class Device:
         """The highest bytes that this process has held here so far: on a CPU, of everything."""
         return peak_resident_bytes()
 
+    def held_bytes(self):
+        """Bytes of the arrays that are alive here: of NumPy's since tracemalloc was started."""
+        return traced_array_bytes()
+
 
 class Gpu(Device):
     """One GPU, by CuPy: the array module `xp`. Work is queued on its current stream; nothing here waits for it but `get`.
@@ -85,6 +89,9 @@ class Gpu(Device):
     def peak_bytes(self):
         """The highest bytes that were in use of CuPy's pool; context, cuBLAS and MPI's own memory are outside of it."""
         return self.pool.peak
+
+    def held_bytes(self):
+        return self.xp.get_default_memory_pool().used_bytes()
 
 
 def choose_device(asked, local_rank=0):

@@ -2,12 +2,21 @@
 
 import resource
 import sys
+import tracemalloc
+
+import numpy as np
 
 
 def peak_resident_bytes():
     """The highest resident memory of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def traced_array_bytes():
+    """Bytes of NumPy's arrays that were made since tracemalloc was started, and are alive."""
+    arrays = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
+    return sum(entry.size for entry in tracemalloc.take_snapshot().filter_traces([arrays]).statistics("filename"))
 
 
 def watched_pool(cupy):

@@ -11,6 +11,8 @@ from zmpi.device import Gpu
 from zmpi.layout import Layout
 from zmpi.ledger import Ledger
 from zmpi.transport import Direct, Staged
+from zmpi.trial import Trial
+from zmpi.verify import promises
 
 SIZES = (1, 2, 3, 4)
 # Which streams are late (the computing one, the copying one): what is forgotten shows in one of these orders.
@@ -333,3 +335,12 @@ def test_a_checkpoint_goes_on_on_another_device(comm, folder, there):
         for name, array in here.items():
             one, other = first.world.device.get(array), second.world.device.get(there[name])
             assert np.array(one).tobytes() == np.array(other).tobytes(), name
+
+
+@pytest.mark.sizes(3)
+@pytest.mark.limit(500)  # every operation is run twice on the fake
+@pytest.mark.parametrize(("transport", "precision"), [("direct", "float32"), ("staged", "bfloat16")])
+def test_all_promises_are_kept_on_the_gpu(comm, transport, precision):
+    rows = list(promises(Trial(gpu_world(transport), precision=precision)))
+    assert [row for row in rows if not row.passed] == []
+    assert len(rows) == 9 - (precision != "float32")
