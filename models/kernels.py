@@ -12,6 +12,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.libs import cublas
 
+from models import cached
 from models.ops import EPS, by_head, flat_rows
 
 THREADS = 256  # of a block: 8 rows, where a row has 32 lanes
@@ -235,6 +236,13 @@ def _squares(x_BTF, heads):
     shape = (heads, x_BTF.shape[1], x_BTF.shape[1])
     summed = cupy.empty(shape, wide(x_BTF))
     return summed, summed if summed.dtype == x_BTF.dtype else cupy.empty(shape, x_BTF.dtype)
+
+
+def attention_to_all(q_HRD, k_HSD, v_HSD, y_HRD):
+    """As cached.attention_to_all, in float32: CuPy's own products of three axes know no bfloat16."""
+    y = cupy.empty(y_HRD.shape, wide(y_HRD))
+    cached.attention_to_all.__wrapped__(*(x.astype(y.dtype, copy=False) for x in (q_HRD, k_HSD, v_HSD)), y)
+    y_HRD[...] = y
 
 
 # ---- embedding and cross entropy -------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
-    0: "stages layout schedule precision launch hooks blocks kernels memory sums transport",
+    0: "stages layout schedule precision launch hooks blocks coding sampling kernels memory sums transport",
     1: "guard device ledger optim manifest pretrained",
     2: "comm options folder",
     3: "unit",

@@ -115,9 +115,13 @@ CONTRADICTIONS = {
 
 def test_a_flag_that_contradicts_the_checkpoint_is_an_error(copy):
     before = sorted(copy.rglob("*"))
-    for text, told in CONTRADICTIONS.items():
-        refused(train(2, "--resume", "--checkpoint", copy, *text.format(self=__file__).split()), told)
+    lines = [text.format(self=__file__) for text in CONTRADICTIONS]
+    run = run_world(2, [DRIVER, "all", 0, 0, "--resume", "--checkpoint", copy, *lines], 60)
+    assert run.status == 0 and len(run.output.splitlines()) == len(lines), run.output
+    for line, told in zip(run.output.splitlines(), CONTRADICTIONS.values(), strict=True):
+        assert told in line
     assert sorted(copy.rglob("*")) == before
+    refused(train(2, "--resume", "--checkpoint", copy, "--width", "25"), "--width: 25 contradicts 24")
 
 
 def test_flags_that_agree_or_are_free_are_none(copy, tmp_path):

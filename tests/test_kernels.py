@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from host_cupy import COMPILER, ROOT, cuda_includes, here
 
-from models import GPT, MLP, fused, ops, plain_step, plain_weights
+from models import GPT, MLP, cached, fused, ops, plain_step, plain_weights
 from models.twins import on_gpu
 from zmpi.optim import AdamW, Slice, sum_of_squares, sums_of_squares
 from zmpi.sums import add_in_order
@@ -131,12 +131,18 @@ def test_every_twin_has_the_name_and_signature_of_its_reference(twins):
     import zmpi.sums
 
     found = 0
-    for module, kernels in ((ops, twins[0]), (fused, twins[0]), (zmpi.optim, twins[1]), (zmpi.sums, twins[1])):
+    for module, kernels in (
+        (ops, twins[0]),
+        (fused, twins[0]),
+        (cached, twins[0]),
+        (zmpi.optim, twins[1]),
+        (zmpi.sums, twins[1]),
+    ):
         for name, function in vars(module).items():
             if getattr(function, "__code__", None) is on_gpu(normal).__code__ and function.__module__ == module.__name__:
                 assert inspect.signature(function) == inspect.signature(getattr(kernels, name)), name
                 found += 1
-    assert found == 12 + 2 + 3
+    assert found == 12 + 2 + 1 + 3
 
 
 @dtypes
@@ -202,6 +208,15 @@ def test_attention(twins, dtype, B, T, heads, D):
     given = np.asarray(y_).astype(np.float64), np.asarray(lse_).astype(np.float64)
     dqkv_ = ops.attention_backward(dy_, qkv_, y_, lse_)
     assert_close(dqkv_, ops.attention_backward(dy, qkv, *given), dtype)
+
+
+@dtypes
+def test_attention_of_a_few_new_positions(twins, dtype):
+    (q, q_), (k, k_), (v, v_) = (pair(normal(3, length, 4, seed=length), dtype) for length in (2, 9, 9))
+    y, y_ = np.empty((3, 2, 4)), here(np.empty((3, 2, 4), dtype))
+    cached.attention_to_all(q, k, v, y)
+    cached.attention_to_all(q_, k_, v_, y_)
+    assert_close(y_, y, dtype)
 
 
 @dtypes

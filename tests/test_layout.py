@@ -1,5 +1,6 @@
 """Where parameters lie: every element once, padding at the end, shards and pieces of equal length."""
 
+from itertools import pairwise
 from math import lcm, prod
 
 import numpy as np
@@ -107,8 +108,8 @@ def test_no_count_of_a_unit_of_more_than_2_to_the_31_elements_comes_near_2_to_th
     limit = max(1, (16 << 20) // (itemsize * shards))
     found = chunks(layout.shard_length, limit)
     assert found[0][0] == 0 and found[-1][1] == layout.shard_length
-    assert all(before[1] == after[0] for before, after in zip(found, found[1:], strict=False))
-    assert all(0 < stop - start and (stop - start) * shards < 2**31 for start, stop in found)
+    assert all(before[1] == after[0] for before, after in pairwise(found))
+    assert all(start < stop and (stop - start) * shards < 2**31 for start, stop in found)
     assert sum(stop - start for start, stop in found) * shards == layout.padded >= 2**31 + 7
     assert all(isinstance(number, int) for pair in (found[0], found[-1]) for number in pair)
 

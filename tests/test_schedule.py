@@ -1,6 +1,7 @@
 """The walk over the layers: who is gathered, freed and reduced at which visit. Tested as a table, without any MPI."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -102,6 +103,6 @@ def test_a_unit_is_reduced_once_after_the_last_visit_that_adds_to_its_gradient(l
 @given(layers)
 def test_a_unit_that_the_next_visit_needs_is_kept(layers):
     schedule = training_schedule(layers, [layer.unit for layer in layers])
-    for visit, following in zip(schedule, schedule[1:], strict=False):
+    for visit, following in pairwise(schedule):
         if visit.unit == following.unit and visit.weights and following.weights:
             assert not visit.free and not following.gather

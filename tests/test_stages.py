@@ -66,9 +66,7 @@ def test_table_1(parameters, ranks, stage, printed):
     assert abs(gigabytes(stage, parameters, ranks) - float(printed)) < unit
 
 
-@pytest.mark.parametrize(
-    ("stage", "largest"), [(0, "2"), (1, "7.6"), (2, "14.4"), (3, "128")]
-)
+@pytest.mark.parametrize(("stage", "largest"), [(0, "2"), (1, "7.6"), (2, "14.4"), (3, "128")])
 def test_table_2s_largest_models_fill_32_gb(stage, largest):
     """64 ranks, theory column, in 1e9 parameters."""
     per_parameter = gigabytes(stage, 1e9, 64)

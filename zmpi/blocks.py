@@ -91,16 +91,21 @@ class BlockWriter:
         self._crc = self._filled = 0
 
 
+class Room:
+    """Memory for one block. Readers of several files may share it."""
+
+    def __init__(self):
+        self.block, self.holds = np.empty(BLOCK, np.uint8), None  # holds: (whose, which block)
+
+
 class BlockReader:
-    """A file of a Record, read in whole blocks, each compared with its sum. One block is in memory at a time.
+    """A file of a Record, read in whole blocks, each compared with its sum. One block is in memory at a time, in `room`.
 
     Raises ValueError for a missing file, another length than recorded, or a block whose sum is wrong: each names the file.
     """
 
-    def __init__(self, path, record):
-        self.path, self.record = path, record
-        self._held = None  # the number of the block in memory
-        self._block = np.empty(min(BLOCK, record.bytes), np.uint8)
+    def __init__(self, path, record, room=None):
+        self.path, self.record, self._room = path, record, room or Room()
         with named(path):
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115  (closed by __exit__)
             found = os.fstat(self._file.fileno()).st_size
@@ -113,7 +118,7 @@ class BlockReader:
 
     def __exit__(self, *error):
         self._file.close()
-        self._block = self._held = None  # the caller's name for this reader may outlive it
+        self._room = None  # the caller's name for this reader may outlive it
 
     def check(self, first, last):
         """Compare blocks first ... last - 1 with their sums."""
@@ -132,16 +137,16 @@ class BlockReader:
     def _load(self, number):
         """A view of a block, as long as it is in memory."""
         length = min(BLOCK, self.record.bytes - number * BLOCK)
-        block = self._block[:length]
-        if self._held != number:
-            self._held = None
+        block, room = self._room.block[:length], self._room
+        if room.holds != (self, number):
+            room.holds = None
             with named(self.path):
                 done = 0
                 while done < length and (count := os.preadv(self._file.fileno(), [block[done:]], number * BLOCK + done)):
                     done += count
             if done < length or zlib.crc32(block) != self.record.sums[number]:
                 raise ValueError(f"{self.path}: the block at byte {number * BLOCK} has another checksum: damaged")
-            self._held = number
+            room.holds = self, number
         return block
 
 

@@ -8,6 +8,7 @@
 Only files pass between ranks, and the block sums: no rank ever holds more than its own state and one block.
 """
 
+import signal
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,10 +17,18 @@ from time import perf_counter
 
 from zmpi.blocks import BlockWriter
 from zmpi.folder import Folder, newest
-from zmpi.guard import UsageError
+from zmpi.guard import Agreed, UsageError
 from zmpi.manifest import Manifest, unit_entry
 
 SIZES = ("depth", "width", "heads", "context", "vocab")  # attributes that say what a model is, where it has them
+
+
+class Stopped(Agreed):
+    """The signal that ends the run, agreed by all ranks before a step (guard.finish_on_signal): time to save and leave."""
+
+    def __init__(self, number):
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.status = 143 if number == signal.SIGTERM else 0
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 from models.layer import key_for, unit_of, units
 from zmpi import checkpoint
 from zmpi.comm import Communicator
-from zmpi.guard import Agreed, Stopped, UsageError
+from zmpi.guard import Agreed, UsageError
 from zmpi.layout import Layout
 from zmpi.ledger import Ledger
 from zmpi.optim import AdamW
@@ -132,7 +132,7 @@ class ZeRO:
         everyone = self.comm.gather_scalars([len(micro_batches), mine, too_large, self.world.guard.stop_requested])
         numbers, counted = everyone[:, 0], int(sum(everyone[:, 1]))
         if everyone[:, 3].any():
-            raise Stopped(int(everyone[:, 3].max()))
+            raise checkpoint.Stopped(int(everyone[:, 3].max()))
         if everyone[:, 2].any():
             raise Agreed(f"step {self.step}: {int(sum(everyone[:, 2]))} weights became too large for {self.policy.precision}")
         if numbers.min() != numbers.max() or not numbers[0]:
@@ -186,8 +186,6 @@ class ZeRO:
         self.scaler.after_step(overflow=skipped)
         self.last = Step(loss, norm, self.optimizer.rate(self.updates), counted, len(losses), scale, skipped)
         return loss
-
-    # -- state that survives --------------------------------------------------------------------------------------
 
     def save(self, folder, keep=3):
         """Add a checkpoint to a folder of them, of which the last `keep` remain. Collective; see checkpoint.Keeper."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter
 
 from zmpi import pretrained
+from zmpi.blocks import Room
 from zmpi.folder import newest
 from zmpi.manifest import Manifest
 from zmpi.options import Parser, alone
@@ -42,7 +43,8 @@ def export(manifest, to):
         raise ValueError(f"{manifest.folder}: only a transformer has a published format, this is a {manifest['model']['kind']}")
     sizes["layers"] = sizes.pop("depth")
     with ExitStack() as stack:
-        readers = [stack.enter_context(manifest.open(file)) for file in range(len(manifest.files))]
+        room = Room()  # all files are open, so that a job at work cannot take them away; one block is in memory
+        readers = [stack.enter_context(manifest.open(file, room)) for file in range(len(manifest.files))]
         pretrained.write(to, sizes, manifest.shapes, lambda name: manifest.read_parameter(name, readers))
 
 

@@ -27,7 +27,7 @@ ANSWER = 2.0  # seconds in which a living rank says where it stands
 STAND = 5.0  # seconds in a wait which an exited rank never entered
 LEAVE = 30.0  # seconds that a rank which exits before its first World() stays for the others
 DRAIN = 0.1  # seconds left to the launcher to carry the last line out
-PATIENCE = 5.0  # seconds after which a rank that is ending but cannot (its stderr is blocked, say) dies without a word
+PATIENCE = 8.0  # seconds after which a rank that is ending but cannot (its stderr is blocked, say) dies without a word
 ROLL_CALL = 24242  # tag of the one message to each rank that goes over the world's own communicator, see _roll_call
 
 
@@ -41,14 +41,6 @@ class UsageError(Agreed):
     """Something was asked for that cannot be done."""
 
     status = 2
-
-
-class Stopped(Agreed):
-    """The signal that ends the run, agreed by all ranks before a step (see finish_on_signal); nothing was computed."""
-
-    def __init__(self, number):
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.status = 143 if number == signal.SIGTERM else 0
 
 
 _guard = None  # one per process, whose hooks it takes, however many Worlds that makes
@@ -112,16 +104,10 @@ class Guard:
             heard = self._roll_call(None, timeout)
             exits = [(rank, *word) for rank, word in sorted(heard.items()) if word]
             absent = [rank for rank in range(self.size) if rank not in heard]
-            if exits:
-                rank, status, doing = exits[0]
-                self._end(
-                    status,
-                    "",
-                    lambda: f"{self.program}: rank {rank}: {doing}; the others stand in World(), which it never entered\n",
-                )
+            for rank, status, doing in exits[:1]:
+                self._end(status, f"rank {rank}: {doing}; the others stand in World(), which it never entered")
             if absent:
-                line = f"World() did not complete within {timeout:g} s: {_ranks(absent)} never made one"
-                self._end(1, "", lambda: f"{self.program}: {line}\n")
+                self._end(1, f"World() did not complete within {timeout:g} s: {_ranks(absent)} never made one")
             self._private = self._comm.Dup()
             self._hooks.wake()
         return self
@@ -182,7 +168,7 @@ class Guard:
         elif main or kind is not SystemExit:  # which, in another thread, ends that thread only
             status = 128 + signal.SIGINT if kind is KeyboardInterrupt else 1
             line = traceback.format_exception_only(kind, error)[-1].strip()
-            self._end(status, line, lambda: "".join(traceback.format_exception(kind, error, trace)) + self._own(line))
+            self._end(status, f"rank {self.rank}: {line}", lambda: "".join(traceback.format_exception(kind, error, trace)))
 
     def _watch(self) -> None:
         while not self._stop.is_set():
@@ -197,7 +183,9 @@ class Guard:
         if self._finish and number != signal.SIGINT and not self.stop_requested:
             self.stop_requested = number
         else:
-            self._end(128 + number, f"ended by {signal.Signals(number).name}")
+            if self.size > 1 and self._private is None:
+                time.sleep(ANSWER)  # it may be a launcher's, which ends all ranks because another has spoken and aborted
+            self._end(128 + number, f"rank {self.rank}: ended by {signal.Signals(number).name}")
 
     def _tell(self, what: str, ranks, *facts) -> None:
         self._sent += [self._private.isend((what, self.rank, *facts), dest=rank) for rank in ranks if rank != self.rank]
@@ -214,8 +202,8 @@ class Guard:
                 case "exit", rank, count:
                     self._gone[rank] = (count, time.monotonic())
                 case "stands", _, name:
-                    line = f"{self._doing()}; the others stand in {name}, which it never entered"
-                    self._end(self._exit_status(), line)
+                    fault = f"{self._doing()}; the others stand in {name}, which it never entered"
+                    self._end(self._exit_status(), f"rank {self.rank}: {fault}")
 
     def _judge(self) -> None:
         """Is it time to leave; did an exited rank leave this one standing; did it stand too long."""
@@ -263,17 +251,14 @@ class Guard:
         lines += [f"  rank {rank}: {self._answers.get(rank, (0, 'no answer'))[1]}" for rank in range(self.size)]
         return "\n".join(lines) + "\n"
 
-    def _end(self, status: int, line: str, compose=None) -> None:
-        """End all ranks with `status`; the one rank that may speak prints compose(), or else the line as its own.
-
-        Returns on the guard's own thread only, which goes on answering until it is killed.
-        """
+    def _end(self, status: int, line: str, text=lambda: "") -> None:
+        """End all ranks with `status`; the one that may speak prints text() and the line. Only the guard's thread returns."""
         if self._ending.acquire(blocking=False):
             faulthandler.dump_traceback_later(PATIENCE, exit=True, file=os.open(os.devnull, os.O_WRONLY))
             if self._may_speak(line):
-                also = [(rank, text) for rank, text in sorted(self._claims.items()) if text not in ("", line)]
-                text = compose() if compose else self._own(line)
-                say(text + "".join(f"{self.program}: rank {rank}: {other}\n" for rank, other in also))
+                fault = line.partition(": ")[2]  # after the rank; who found the same is not named
+                others = [other for _, other in sorted(self._claims.items()) if other.partition(": ")[2] != fault]
+                say(text() + "".join(f"{self.program}: {one}\n" for one in [line, *others] if one))
                 time.sleep(DRAIN)
                 if self.size > 1:
                     self._abort(status)
@@ -299,9 +284,6 @@ class Guard:
         while time.monotonic() < end and len(heard) < self.size:
             self._receive()
             time.sleep(POLL / 10)
-
-    def _own(self, line: str) -> str:
-        return f"{self.program}: rank {self.rank}: {line}\n"
 
 
 def _ranks(ranks: list) -> str:

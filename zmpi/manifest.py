@@ -117,9 +117,9 @@ class Manifest:
                 raise ValueError(f"{self.folder / record.name}: its record in {JSON} is damaged")
         return records
 
-    def open(self, file):
+    def open(self, file, room=None):
         """A BlockReader of the file with that index."""
-        return BlockReader(self.folder / self.files[file].name, self.files[file])
+        return BlockReader(self.folder / self.files[file].name, self.files[file], room)
 
     def check(self, share, shares):
         """Compare a contiguous `share` (0 ... shares - 1) of all files' blocks with their sums; every share: all of them."""

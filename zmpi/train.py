@@ -9,9 +9,9 @@ from tqdm import tqdm
 
 from models import GPT, MLP
 from zmpi import resume
-from zmpi.checkpoint import Keeper, find, load
+from zmpi.checkpoint import Keeper, Stopped, find, load
 from zmpi.data import Batches, load_text
-from zmpi.guard import Stopped, UsageError
+from zmpi.guard import UsageError
 from zmpi.optim import SGD, AdamW
 from zmpi.options import Parser, auto_or_real, named_as_flags, real, whole
 from zmpi.precision import RECIPES, Policy

@@ -1,6 +1,7 @@
 """zmpi.train with a fault on one rank: `checkpoint_driver.py FAULT RANK NUMBER FLAGS...`, run under mpirun.
 
 limit       files may grow to NUMBER bytes only
+all         each argument after the third of FLAGS is a command line's end of its own; prints the error of each
 signal      before its third step the rank sends itself the signal NUMBER; `signals`: twice
 """
 
@@ -12,12 +13,13 @@ import time
 from zmpi import train
 from zmpi.comm import World
 from zmpi.engine import ZeRO
+from zmpi.guard import UsageError
 
 fault, victim, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 if World(device="cpu").rank == victim:
     if fault == "limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (number, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    else:
+    elif number:
         step = ZeRO.train_step
 
         def struck(zero, micro_batches):
@@ -30,5 +32,14 @@ if World(device="cpu").rank == victim:
 
         ZeRO.train_step = struck
 
-sys.argv[1:] = sys.argv[4:]
-train.main()
+flags = sys.argv[4:]
+if fault == "all":
+    for end in flags[3:]:
+        try:
+            train.main([*flags[:3], *end.split()])
+        except UsageError as error:
+            if World(device="cpu").rank == 0:
+                print(error, flush=True)
+else:
+    sys.argv[1:] = flags
+    train.main()

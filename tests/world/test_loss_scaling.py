@@ -1,5 +1,7 @@
 """16 bits and the loss scale: cases B02 and B05, and what is around them."""
 
+import warnings
+
 import numpy as np
 import pytest
 from training import STAGES, Plain, adamw, copied, everything, gpt, mlp, share, world_of
@@ -71,9 +73,11 @@ def test_a_scale_that_is_too_high_comes_down_until_steps_succeed(comm, stage):
     zero = ZeRO(gpt(), world_of("auto"), stage, adamw(), policy=Policy("float16"))
     zero.scaler.scale = 2.0**24
     skipped = []
-    for step in range(1, 15):
-        zero.train_step(share(zero.model, step, zero.world, 1))
-        skipped.append(zero.last.skipped)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a skipped step is nothing to warn of, from every rank's stderr
+        for step in range(1, 15):
+            zero.train_step(share(zero.model, step, zero.world, 1))
+            skipped.append(zero.last.skipped)
     assert skipped[0] and not skipped[-1]
     assert zero.updates == skipped.count(False)
     assert zero.last.loss_scale == 2.0 ** (24 - skipped.count(True))
@@ -87,7 +91,7 @@ def test_a_loss_that_is_not_finite_ends_a_run_whose_scale_is_1(comm, stage):
         zero.train_step(share(zero.model, 1, zero.world, 1))
         before = state_of(zero)
         zero.comm.planted, zero.comm.victim = np.nan, comm.size - 1
-        with pytest.raises(Agreed, match="step 2: .*nothing was updated"):
+        with pytest.raises(Agreed, match=r"step 2: .*nothing was updated"):
             zero.train_step(share(zero.model, 2, zero.world, 1))
         assert state_of(zero) == before
 
@@ -124,13 +128,14 @@ def test_masters_move_although_the_16_bit_weight_does_not(comm, precision, stage
     zero = ZeRO(gpt(), world_of("auto"), stage, AdamW(lr=1e-6, weight_decay=0.0), policy=Policy(precision))
     zero.scaler.scale = 256.0 if precision == "float16" else 1.0
     before = copied(zero)["h.0.ln_1.weight"]
-    masters = [unit.master.copy() for unit in zero.units.values()]
     for step in range(1, 6):
         zero.train_step(share(zero.model, step, zero.world, 1))
     assert zero.updates == 5
     assert (copied(zero)["h.0.ln_1.weight"] == before).all()
-    moved = [np.abs(unit.master - old).max() for unit, old in zip(zero.units.values(), masters, strict=True)]
-    assert max(comm.allgather(max(moved))) > 3e-6
+    unit = zero.units["h.0"]
+    spans = unit.layout.spans(unit.part if zero.stage.optimizer else slice(0, unit.layout.padded))
+    moved = [np.abs(unit.master[start:stop] - 1).max() for name, start, stop in spans if name == "ln_1.weight"]
+    assert max(comm.allgather(max(moved, default=0.0))) > 3e-6  # 5 steps of at most 1e-6
 
 
 @stages

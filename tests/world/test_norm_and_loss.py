@@ -143,12 +143,12 @@ def test_unequal_numbers_of_micro_batches_are_one_error_on_all_ranks(comm):
 @reductions
 @pytest.mark.sizes(1, 2, 4)
 def test_accumulation_divides_nothing_twice(comm, reduction, stage):
-    """A global batch of 16 sequences as accumulate x size micro-batches: 1, 2, 4 and 8 give the same training."""
+    """A global batch of 16 sequences as accumulate x size micro-batches: 1, 2, 4 and 8 (at most 16 in all) train the same."""
     model = GPT(layers=1, width=12, heads=3, context=5, vocab=19)
     whole = [micro_batch(model, step, 0, b=16) for step in range(1, 6)]
     plain = Plain(model, SGD(lr=0.1))
     expected = [(plain.step([batch]), plain.norm) for batch in whole]
-    for accumulate in (1, 2, 4, 8):
+    for accumulate in [number for number in (1, 2, 4, 8) if number * comm.size <= 16]:
         zero = ZeRO(model, world_of(reduction), stage, SGD(lr=0.1))
         found = []
         for inputs, targets in whole:

@@ -20,6 +20,7 @@ from training import (
     world_of,
 )
 
+from models import GPT
 from zmpi import Policy, ZeRO
 
 SIZES = (1, 2, 3, 4, 5, 6)
@@ -86,6 +87,25 @@ def test_prefetch_and_recompute_change_no_bit(comm, model, reduction):
         for prefetch, recompute in ((0, False), (1, True), (0, True)):
             policy = Policy(prefetch=prefetch, recompute=recompute)
             assert_same_bits(run(model(), world, stage, adamw(), 2, policy=policy), first, policy)
+
+
+class Long(GPT):
+    """Its losses are numbers of 53 bits and of very different size: every order of adding them up gives other bits."""
+
+    def loss(self, logits, targets, divisor):
+        loss_sum, d = super().loss(logits, targets, divisor)
+        return loss_sum / 3 * 10.0 ** (int(targets.flat[1]) % 5), d
+
+
+@sizes_that_divide_24
+def test_losses_are_added_up_in_the_order_of_micro_batches(comm):
+    model = Long(layers=1, width=12, heads=2, context=7, vocab=23)
+    plain = Plain(model, adamw()).run(12)
+    for stage in STAGES:
+        assert_same_bits(run(model, world_of("ordered"), stage, adamw(), 12 // comm.size), plain, stage)
+    batches = share(model, 9, world_of("ordered"), 12 // comm.size)
+    zero = ZeRO(model, world_of("ordered"), 3, adamw())
+    assert zero.evaluate(batches) == zero.train_step(batches)
 
 
 def test_every_rank_returns_the_same_numbers(comm):

@@ -163,7 +163,7 @@ def test_a_small_chunk_limit_changes_no_bit_and_no_volume(comm, reduction, preci
             results.append(train(zero, accumulate=2, steps=2))
             moved = zero.ledger["comm"]
             calls = {name: entry.pop("calls") for name, entry in moved.items()}
-            found.append({name: (entry["elements"], entry["bytes_sent"], entry["padding_bytes"]) for name, entry in moved.items()})
+            found.append([(name, e["elements"], e["bytes_sent"], e["padding_bytes"]) for name, e in moved.items()])
             assert (calls["reduce_scatter"] > 4 * len(zero.units)) == (chunk_bytes == 1000)
         assert found[0] == found[1]
         if reduction == "ordered":
@@ -187,15 +187,19 @@ def test_evaluation_is_booked_apart(comm):
     zero.evaluate(share(zero.model, 2, zero.world, 1))
     after = zero.ledger["comm"]
     sizes = {name: unit.layout.elements for name, unit in zero.units.items()}
-    assert {kind: after[kind] for kind in after if kind != "other"} == {kind: before[kind] for kind in before if kind != "other"}
-    assert after["other"]["elements"] - 4 == sum(sizes.values()) + sizes["outer"]  # 3 + 1 scalars; outer is gathered twice
+    assert all(after[kind] == before[kind] for kind in before if kind != "other")
+    vectors = {unit: moved.elements for (kind, unit), moved in zero.ledger.moved.items() if kind == "other"}
+    assert vectors.pop("scalars") < 10
+    assert vectors == sizes | {"outer": 2 * sizes["outer"]}  # which the embedding and the head need
 
 
 def test_scalars_alone_are_booked_as_all_reduce(comm):
     """One small gather opens the step, one closes it, whatever the model's size."""
+    found = []
     for model in (gpt(), gpt(layers=3)):
         zero = one_step(model, world_of("ordered"), 2, 3)
         entry, pieces = zero.ledger["comm"]["all_reduce"], next(iter(zero.units.values())).layout.pieces
-        assert entry["calls"] == 2
-        assert entry["elements"] == 3 + 3 + pieces
+        found.append((entry["calls"], entry["elements"], entry["bytes_sent"]))
         assert entry["bytes_sent"] == (comm.size - 1) * entry["elements"] * 8
+        assert 0 < entry["elements"] - (3 + pieces) < 10  # losses, pieces of the norm, and what opens the step
+    assert found[0] == found[1] and found[0][0] == 2

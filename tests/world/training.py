@@ -92,8 +92,8 @@ def assert_same_bits(one, other, what=""):
 class Plain:
     """One process without ZeRO: the plain loop of models/layer.py, and zmpi.optim over units padded as at one rank.
 
-    In 16 bits (where an overflow skips the step) the loop is written out again here, with the three roundings of the recipe: weights before they are used,
-    the partial gradient of each micro-batch, and their float32 sum.
+    In 16 bits, where an overflow skips the step, the loop is written out again here, with the three roundings of the
+    recipe: weights before they are used, the partial gradient of each micro-batch, and their float32 sum.
     """
 
     def __init__(self, model, optimizer, seed=0, precision="float32"):

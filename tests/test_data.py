@@ -1,0 +1,188 @@
+"""The data: which windows a step sees, that no split changes them, and what cannot be trained on (B11, B19)."""
+
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmpi.data import EVALUATED, Batches, Text, load_text
+
+CONTEXT = 8
+
+
+def text_of(tokens=1000, held_out=100, context=CONTEXT):
+    """Every token is its own position, so that a window tells where it was taken."""
+    return Text(np.arange(tokens), np.arange(held_out), context)
+
+
+def sequences(text, size, micro_batch, accumulate, step, seed=0, last_only=False):
+    """The global batch in the order of i, put together from every rank's micro-batches: [(inputs, targets), ...]."""
+    ranks = [Batches(text, r, size, micro_batch, last_only).of_step(seed, step, accumulate) for r in range(size)]
+    micro_batches = [ranks[rank][m] for m in range(accumulate) for rank in range(size)]
+    rows = [row for inputs, targets in micro_batches for row in zip(inputs, targets, strict=True)]
+    return [(x.tolist(), np.asarray(y).tolist()) for x, y in rows]
+
+
+splits = [(1, 1, 12), (2, 1, 6), (3, 1, 4), (4, 1, 3), (4, 3, 1), (6, 2, 1), (1, 12, 1), (2, 3, 2)]
+
+
+@pytest.mark.parametrize(("size", "micro_batch", "accumulate"), splits)
+@pytest.mark.parametrize("last_only", [False, True])
+def test_any_split_of_a_global_batch_sees_the_same_sequences_in_the_same_order(size, micro_batch, accumulate, last_only):
+    for step in (1, 2):
+        found = sequences(text_of(), size, micro_batch, accumulate, step, last_only=last_only)
+        assert found == sequences(text_of(), 1, 12, 1, step, last_only=last_only)
+
+
+def test_steps_sequences_and_seeds_differ():
+    """B11: no step repeats another's batch."""
+    batches = [sequences(text_of(100_000), 1, 8, 1, step, seed) for step in (1, 2, 3, 1001) for seed in (0, 1)]
+    windows = [tuple(x) for batch in batches for x, _ in batch]
+    assert len(set(windows)) == len(windows)
+
+
+def test_a_step_depends_on_its_number_alone():
+    """So that a resumed run goes on with the batches that it would have seen."""
+    batches = Batches(text_of(), 0, 1, 4, False)
+    straight = [batches.of_step(0, step, 2) for step in range(1, 9)]
+    again = [Batches(text_of(), 0, 1, 4, False).of_step(0, step, 2) for step in range(5, 9)]
+    for one, other in zip(straight[4:], again, strict=True):
+        for (x, y), (u, v) in zip(one, other, strict=True):
+            np.testing.assert_array_equal(x, u)
+            np.testing.assert_array_equal(y, v)
+
+
+@given(st.integers(CONTEXT + 1, 200), st.integers(0, 10**6), st.integers(0, 5))
+def test_targets_are_the_next_tokens(tokens, step, seed):
+    for inputs, targets in sequences(text_of(tokens), 1, 3, 1, step, seed):
+        assert inputs == list(range(inputs[0], inputs[0] + CONTEXT))
+        assert targets == [token + 1 for token in inputs]
+        assert inputs[0] >= 0 and targets[-1] < tokens
+
+
+def test_the_mlps_target_is_the_token_after_its_window():
+    for inputs, target in sequences(text_of(), 1, 5, 1, 1, last_only=True):
+        assert target == inputs[-1] + 1
+
+
+def test_every_window_can_be_drawn():
+    text = text_of(CONTEXT + 3)
+    assert {start for step in range(40) for start in text.starts(0, step, range(4))} == {0, 1, 2}
+
+
+# ---- what is held out ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("held_out", [0, CONTEXT, CONTEXT + 1, 100, 5000])
+@pytest.mark.parametrize("last_only", [False, True])
+def test_held_out_windows_are_the_same_at_every_split(held_out, last_only):
+    text, found = text_of(held_out=held_out), []
+    for size, micro_batch in ((1, 1), (1, 8), (2, 3), (3, 2), (4, 5)):
+        ranks = [Batches(text, rank, size, micro_batch, last_only) for rank in range(size)]
+        batches = [rank.held_out() for rank in ranks]
+        assert len({len(batch) for batch in batches}) == 1  # every rank brings as many
+        rows = [(x, y) for m in range(len(batches[0])) for batch in batches for x, y in zip(*batch[m], strict=True)]
+        counted = [(x.tolist(), np.asarray(y).tolist()) for x, y in rows if np.all(y >= 0)]
+        assert all(np.all(y == -1) or np.all(y >= 0) for _, y in rows)
+        assert sum(np.size(y) for _, y in counted) == ranks[0].held_out_tokens
+        found.append(counted)
+    assert found == [found[0]] * len(found)
+    assert len(found[0]) == min(EVALUATED, max(0, held_out - 1) // CONTEXT)
+
+
+def test_held_out_windows_lie_end_to_end():
+    text = text_of(held_out=41)
+    rows = [x[0] for inputs, _ in Batches(text, 0, 1, 5, False).held_out() for x in inputs]
+    assert rows == [0, 8, 16, 24, 32]
+
+
+# ---- where text comes from -------------------------------------------------------------------------------------------
+
+
+def test_the_builtin_corpus_is_the_topics_by_key():
+    topics = pytest.importorskip("pydoc_data.topics").topics
+    text = load_text("builtin", 64, 256)
+    expected = "".join(topics[key] for key in sorted(topics)).encode()
+    assert bytes(text.train) + bytes(text.held_out) == expected
+    assert len(text.held_out) == len(expected) // 10
+
+
+def test_a_python_without_the_corpus_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(ValueError, match=r"^--data: this Python lacks the built-in corpus"):
+        load_text("builtin", 64, 256)
+
+
+@pytest.mark.parametrize("length", [0, 10, 64])
+@pytest.mark.parametrize("name", ["text.txt", "tokens.bin"])
+def test_a_text_no_longer_than_the_context_is_an_error_with_both_lengths(tmp_path, length, name):
+    path = tmp_path / name
+    path.write_bytes(bytes(length) * (2 if name.endswith(".bin") else 1))
+    with pytest.raises(ValueError, match=rf"{name}: {length} tokens; a window needs --context \+ 1 = 65"):
+        load_text(str(path), 64, 256)
+
+
+def test_a_text_of_context_plus_1_is_exactly_one_window(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(range(65)))
+    text = load_text(str(path), 64, 256)
+    assert len(text.held_out) == 0
+    for inputs, targets in sequences(text, 2, 3, 2, step=1):
+        assert (inputs, targets) == (list(range(64)), list(range(1, 65)))
+
+
+def test_the_last_tenth_is_held_out_where_both_parts_hold_a_window(tmp_path):
+    path = tmp_path / "text.txt"
+    for length, expected in ((99, 9), (89, 0), (1000, 100)):
+        path.write_bytes(bytes(length))
+        text = load_text(str(path), 8, 256)
+        assert (len(text.train), len(text.held_out)) == (length - expected, expected)
+
+
+def test_tokens_of_16_bits_are_read_from_a_bin_file(tmp_path):
+    path = tmp_path / "tokens.bin"
+    tokens = np.random.default_rng(0).integers(0, 50_257, 500).astype("<u2")
+    tokens[3] = 50_256
+    path.write_bytes(tokens.tobytes())
+    text = load_text(str(path), 8, 50_257)
+    np.testing.assert_array_equal(np.concatenate([text.train, text.held_out]), tokens)
+    inputs, targets = Batches(text, 0, 1, 2, False).of_step(0, 1, 1)[0]
+    assert inputs.dtype == targets.dtype == np.int64
+    with pytest.raises(ValueError, match="token 50256 is not below --vocab 50256"):
+        load_text(str(path), 8, 50_256)
+
+
+def test_every_rank_looks_for_tokens_that_are_too_high_in_its_own_share(tmp_path):
+    path = tmp_path / "tokens.bin"
+    for place in (0, 250, 499):
+        tokens = np.zeros(500, "<u2")
+        tokens[place] = 300
+        path.write_bytes(tokens.tobytes())
+        complaints = 0
+        for rank in range(3):
+            try:
+                load_text(str(path), 8, 300, rank, 3)
+            except ValueError:
+                complaints += 1
+        assert complaints == 1
+
+
+def test_what_is_no_text_is_an_error(tmp_path):
+    (tmp_path / "odd.bin").write_bytes(bytes(101))
+    (tmp_path / "text.txt").write_bytes(bytes(101))
+    for source, vocab, message in (
+        (tmp_path / "missing.txt", 256, r"--data: expected a file, got .*missing.txt \(missing\)"),
+        (tmp_path, 256, r"--data: expected a file, got .* \(a directory\)"),
+        (tmp_path / "odd.bin", 256, "odd.bin: uint16 tokens need an even number of bytes, got 101"),
+        (tmp_path / "text.txt", 255, "--vocab: text is read as bytes and needs at least 256, got 255"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_text(str(source), 8, vocab)
+
+
+def test_a_file_is_mapped_and_not_read(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(1000))
+    assert isinstance(load_text(str(path), 8, 256).train, np.memmap)

@@ -1,0 +1,140 @@
+"""Folders with a published GPT-2: what other tools wrote is read, what is no such model is refused by name."""
+
+import json
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from models import GPT, plain_weights, units
+from zmpi import pretrained
+from zmpi.blocks import BLOCK, BlockWriter
+from zmpi.export import export
+from zmpi.layout import Layout
+from zmpi.manifest import Manifest, unit_entry
+
+safetensors_numpy = pytest.importorskip("safetensors.numpy")
+SIZES = {"layers": 2, "width": 6, "heads": 3, "context": 5, "vocab": 11}
+MODEL = GPT(**SIZES)
+SHAPES = {spec.prefix + name: shape for spec in units(MODEL).values() for name, shape in spec.shapes.items()}
+
+
+def weights(seed=0):
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder as other tools write it, and its weights."""
+    return made(tmp_path / "gpt2", weights())
+
+
+def made(path, tensors, **config):
+    path.mkdir(exist_ok=True)
+    safetensors_numpy.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(pretrained.config_for(SIZES) | config))
+    return path
+
+
+def read(path, shapes=SHAPES):
+    found = {name: np.full(shape, np.nan, np.float32) for name, shape in shapes.items()}
+    with pretrained.Weights(path, shapes) as source:
+        for name, out in found.items():
+            source.fill(name, out)
+    return found
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
+
+
+def test_what_is_written_is_read_by_the_package_and_by_us(tmp_path):
+    expected = weights()
+    pretrained.write(tmp_path / "gpt2", SIZES, SHAPES, expected.get)
+    assert same(safetensors_numpy.load_file(tmp_path / "gpt2" / "model.safetensors"), expected)
+    assert same(read(tmp_path / "gpt2"), expected) and pretrained.sizes_in(tmp_path / "gpt2") == SIZES
+    assert sorted(path.name for path in (tmp_path / "gpt2").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_other_tools_spellings_are_read(tmp_path):
+    """transformers' prefix, the masks of older files, a head that is the embedding again, and numbers of 16 bits."""
+    expected = weights()
+    prefixed = {f"transformer.{name}": value for name, value in expected.items()}
+    assert same(read(made(tmp_path / "prefixed", prefixed | {"lm_head.weight": expected["wte.weight"]})), expected)
+    masks = {"h.0.attn.bias": np.ones((1, 1, 5, 5), np.float32), "h.1.attn.masked_bias": np.zeros(1, np.float32)}
+    assert same(read(made(tmp_path / "masks", expected | masks)), expected)
+    for kind in (np.float16, ml_dtypes.bfloat16):
+        narrow = {name: value.astype(kind) for name, value in expected.items()}
+        path = tmp_path / np.dtype(kind).name
+        assert same(read(made(path, narrow)), {name: value.astype(np.float32) for name, value in narrow.items()})
+
+
+def test_large_tensors_are_read_some_rows_at_a_time(folder, monkeypatch):
+    monkeypatch.setattr(pretrained, "ROWS", 10)
+    assert same(read(folder), weights())
+
+
+def test_what_is_no_such_model_is_refused_by_name(tmp_path, folder):
+    def refused(told, path, shapes=SHAPES):
+        with pytest.raises(ValueError, match=told):
+            pretrained.sizes_in(path)
+            read(path, shapes)
+
+    good = weights()
+    refused(
+        r"h.1.ln_1.bias: expected shape \(6,\), got none",
+        made(tmp_path / "a", {n: good[n] for n in good if n != "h.1.ln_1.bias"}),
+    )
+    refused(r"wte.weight: expected shape \(12, 6\), got \(11, 6\)", folder, SHAPES | {"wte.weight": (12, 6)})
+    refused("extra: this GPT-2 has no such parameter", made(tmp_path / "b", good | {"extra": good["wpe.weight"]}))
+    refused("lm_head.weight differs from wte", made(tmp_path / "c", good | {"lm_head.weight": good["wte.weight"] + 1}))
+    refused("activation_function: expected gelu_new, got relu", made(tmp_path / "d", good, activation_function="relu"))
+    refused("tie_word_embeddings: expected True, got False", made(tmp_path / "e", good, tie_word_embeddings=False))
+    refused("model_type: expected gpt2, got llama", made(tmp_path / "f", good, model_type="llama"))
+    refused("n_inner: expected None, got 7", made(tmp_path / "g", good, n_inner=7))
+    refused("layer_norm_epsilon: expected 1e-05, got 1e-06", made(tmp_path / "h", good, layer_norm_epsilon=1e-6))
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-5])
+    refused("model.safetensors: ", folder)
+    (folder / "model.safetensors").unlink()
+    refused("model.safetensors: No such file", folder)
+    (folder / "config.json").write_text("{")
+    refused("config.json: not the configuration of a GPT-2", folder)
+
+
+def test_an_export_takes_one_parameter_and_one_block(tmp_path):
+    """And no more, however many files the checkpoint has; its largest parameter is 2 MB here, the model 4.5 MB."""
+    model, size = GPT(layers=3, width=128, heads=4, context=8, vocab=4000), 5
+    layouts = [Layout(name, spec.prefix, spec.shapes, size) for name, spec in units(model).items()]
+    named, wholes = plain_weights(model, 0, np.float32), {}
+    for layout in layouts:
+        wholes[layout.name] = np.zeros(layout.padded, np.float32)
+        for name, view in layout.views(wholes[layout.name]).items():
+            view[...] = named[layout.name][name]
+    (tmp_path / "step").mkdir()
+    files = []
+    for rank in range(size):
+        writer = BlockWriter(tmp_path / "step" / f"rank-{rank}.bin")
+        for layout in layouts:
+            writer.write(wholes[layout.name][layout.shard(rank)])
+        files.append(writer.finish().entry())
+    described = {"kind": "GPT", "depth": 3, "width": 128, "heads": 4, "context": 8, "vocab": 4000}
+    entries = {
+        "master": "float32",
+        "vectors": ["master"],
+        "units": [unit_entry(layout) for layout in layouts],
+        "model": described,
+    }
+    Manifest(tmp_path / "step", entries | {"files": files}).write()
+    manifest = Manifest.read(tmp_path / "step")
+    export(manifest, tmp_path / "warm")  # imports the package
+    tracemalloc.start()
+    export(manifest, tmp_path / "to")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * 4000 * 128 + BLOCK + (300 << 10)
+    found = safetensors_numpy.load_file(tmp_path / "to" / "model.safetensors")
+    expected = {layout.prefix + name: array for layout in layouts for name, array in named[layout.name].items()}
+    assert same({name: found[name] for name in expected}, expected)
+    assert sum(array.size for array in found.values()) == sum(layout.elements for layout in layouts), "the tied one once"

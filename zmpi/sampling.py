@@ -1,0 +1,42 @@
+"""One token after the other: what a prediction sees, and what is drawn from it. No MPI in here."""
+
+import numpy as np
+
+from models import GPT
+from models.cached import Cache
+
+
+def generate(zero, tokens, args, limit, closed):
+    """Yields args.tokens tokens, one by one and the same on every rank: rank 0's draws.
+
+    Tokens are drawn below `limit`. closed() on rank 0 ends the loop early, on all ranks.
+    """
+    tokens, cache, device = list(tokens), None, zero.world.device
+    for position in range(args.tokens):
+        if isinstance(zero.model, GPT) and cache and cache.length < zero.model.context:
+            logits_BV = cache.predict(device.put(_window(tokens[-1:])), zero.forward)
+        else:
+            window, cache = device.put(_window(tokens[-zero.model.context :])), Cache(zero.model)
+            logits_BV = cache.predict(window, zero.forward) if isinstance(zero.model, GPT) else zero.forward(window)
+        mine = draw(device.get(logits_BV)[0, :limit], args, position)
+        token, ended = zero.comm.gather_scalars([mine, closed()])[0]
+        if ended:
+            return
+        tokens.append(int(token))
+        yield tokens[-1]
+
+
+def draw(logits_V, args, position):
+    """A token from its logits: the likeliest at temperature 0; else drawn, as a function of (seed, position) alone."""
+    if not args.temperature:
+        return int(np.argmax(logits_V))
+    scaled_V = logits_V.astype(np.float64) / args.temperature
+    if args.top_k and args.top_k < len(scaled_V):
+        scaled_V[scaled_V < np.partition(scaled_V, -args.top_k)[-args.top_k]] = -np.inf
+    share_V = np.cumsum(np.exp(scaled_V - scaled_V.max()))
+    number = np.random.Generator(np.random.Philox(key=args.seed, counter=[position, 0, 0, 0])).random()
+    return int(np.searchsorted(share_V, number * share_V[-1], side="right"))
+
+
+def _window(tokens):
+    return np.array([tokens], np.int64)
