@@ -54,6 +54,7 @@ def test_the_pools_peak_is_the_highest_that_was_in_use():
     cuda = Cuda()
     before = cuda.empty(100, np.float32)
     device = Gpu(cuda, 0)
+    assert Gpu(cuda, 0).pool is device.pool  # a second World of the process
     assert device.peak_bytes() == 512 == device.pool.used
     vectors = [cuda.empty(1000, np.float32) for _ in range(3)]
     del vectors[1:]

@@ -103,7 +103,7 @@ def choose_device(asked, local_rank=0):
         raise ValueError(f"--device: expected auto, cpu or cuda; got {asked!r}")
     if asked == "cpu":
         return Device("cpu", np)
-    cupy, fault = _find_cupy()
+    cupy, fault = find_cupy()
     if cupy is None and asked == "cuda":
         raise ValueError(f"--device: cuda is not to be had: {fault}")
     if cupy is None:
@@ -112,7 +112,7 @@ def choose_device(asked, local_rank=0):
     return Gpu(cupy, local_rank % seen, why=f"CuPy sees {seen}" if asked == "auto" else "")
 
 
-def _find_cupy():
+def find_cupy():
     """(CuPy, "") where it sees a GPU, else (None, why not)."""
     try:
         import cupy

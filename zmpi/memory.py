@@ -3,6 +3,7 @@
 import resource
 import sys
 import tracemalloc
+from functools import lru_cache
 
 import numpy as np
 
@@ -19,8 +20,9 @@ def traced_array_bytes():
     return sum(entry.size for entry in tracemalloc.take_snapshot().filter_traces([arrays]).statistics("filename"))
 
 
+@lru_cache(maxsize=1)
 def watched_pool(cupy):
-    """Watch what this thread takes from CuPy's pool, from now on; returns the hook, whose `peak` is the highest so far.
+    """Watch what this thread takes from CuPy's pool, from now on; returns the one hook, whose `peak` is the highest so far.
 
     The pool itself counts what is in use, but not the highest; a hook sees every allocation. Blocks that another thread
     frees are missed, so each reading starts from the pool's own count.

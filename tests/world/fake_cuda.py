@@ -292,6 +292,8 @@ class Cuda:
     def _hook_class(self):
         class MemoryHook(nullcontext):
             def __enter__(hook):
+                if hook.name in [other.name for other in self.hooks]:
+                    raise KeyError(f"memory hook {hook.name} already exists")
                 self.hooks.append(hook)
                 return hook
 

@@ -1,0 +1,13 @@
+"""Tests that need a GPU. Where CuPy sees none they are skipped, with the reason."""
+
+import pytest
+
+from zmpi.device import find_cupy
+
+CUPY, FAULT = find_cupy()
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if CUPY is None and "gpu" in item.path.parts:
+            item.add_marker(pytest.mark.skip(reason=f"no GPU: {FAULT}"))
