@@ -24,7 +24,7 @@ TYPES = {0: np.float32, 1: np.float64, 2: np.float16, 14: ml_dtypes.bfloat16}  #
 
 SHIM = """
 #include <cmath>
-using std::exp; using std::log; using std::tanh; using std::sqrt; using std::fma; using std::isinf;
+using std::exp; using std::log; using std::tanh; using std::sqrt; using std::fma;
 struct Three { unsigned x; };
 static Three gridDim, blockDim, blockIdx, threadIdx;
 #ifndef __global__
@@ -34,7 +34,6 @@ static Three gridDim, blockDim, blockIdx, threadIdx;
 #define __device__
 #endif
 #define __syncthreads()
-static int atomicAdd(int *where, int more) { int before = *where; *where += more; return before; }
 """
 LOOP = """
 extern "C" void on_cpu_{name}(unsigned blocks, unsigned threads, {declared}) {{

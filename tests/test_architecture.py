@@ -7,14 +7,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
-    0: "stages layout schedule precision launch hooks blocks coding sampling kernels memory sums transport",
-    1: "guard device ledger optim manifest pretrained",
-    2: "comm options folder",
-    3: "unit",
+    0: "stages layout schedule precision launch hooks blocks coding sampling counted table kernels memory sums transport",
+    1: "guard device ledger optim manifest pretrained machine paper bench_table",
+    2: "comm options folder pictures",
+    3: "unit model_flags page",
     4: "checkpoint",
     5: "engine",
-    6: "data trace report start trial resume",
-    7: "train verify export generate",
+    6: "data watch report start trial resume",
+    7: "trace probes dryrun",
+    8: "estimate",
+    9: "measure",
+    10: "train verify export generate bench plan doctor",
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}
 CORE = ("stages", "layout", "schedule", "unit", "engine")

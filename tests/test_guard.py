@@ -82,6 +82,14 @@ def test_an_agreed_error_that_only_one_rank_raises_is_told_as_that_ranks_exit(en
     assert end.lines[0].startswith("zmpi: rank 1: exited with status 2 (FILE: unreadable) after all_gather first;")
 
 
+BAR = MEET + "guard.line_start = '\\n'\nsys.stderr.write('50% |#####    |'); comm.Barrier(); time.sleep(0.2)\n"
+
+
+@world(Script(BAR + "raise Agreed('over')"), Script(BAR + "os.kill(os.getpid(), signal.SIGTERM); time.sleep(100)"))
+def test_a_message_does_not_stand_behind_a_progress_bar(end):
+    assert end.lines in (["zmpi: error: over"], ["zmpi: rank 0: ended by SIGTERM"]), end.output
+
+
 @world(Script(MEET + "{}['x']"))
 def test_the_same_exception_on_all_ranks_is_one_traceback(end):
     assert (end.status, end.lines) == (1, ["zmpi: rank 0: KeyError: 'x'"]), end.output

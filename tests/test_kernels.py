@@ -330,7 +330,7 @@ def test_adamw(twins, dtype, factor):
     found.gradient = here(g.astype(dtype))
     found.stored = here(np.full(n, 3, dtype)) if narrow else None
     optimizer.update(expected, 3, factor)
-    assert int(optimizer.update(found, 3, factor)) == 0
+    optimizer.update(found, 3, factor)
     for one, other in ((found.master, expected.master), *((found.moments[k], expected.moments[k]) for k in "mv")):
         assert_close(one, other, wide(dtype))
     if narrow:
@@ -338,14 +338,3 @@ def test_adamw(twins, dtype, factor):
         assert found.stored[inside].tobytes() == found.master.astype(dtype)[inside].tobytes()
         outside = np.setdiff1d(np.arange(n), inside)
         assert (found.stored[outside] == 3).all()
-
-
-@needs_headers
-def test_adamw_counts_what_became_infinite(twins):
-    slice_ = Slice(*(here(np.full(8, 7e4, np.float32)), here(np.zeros(8, np.float16))), {}, [(0, 5, False)])
-    slice_.moments = {name: here(np.zeros(8, np.float32)) for name in "mv"}
-    slice_.stored = here(np.zeros(8, np.float16))
-    assert int(AdamW(lr=0.1).update(slice_, 1, 1.0)) == 5
-    reference = Slice(np.full(8, 7e4, np.float32), np.zeros(8, np.float16), {}, [(0, 5, False)], np.zeros(8, np.float16))
-    reference.moments = {name: np.zeros(8, np.float32) for name in "mv"}
-    assert AdamW(lr=0.1).update(reference, 1, 1.0) == 8  # the reference rounds all, padding too

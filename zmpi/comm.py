@@ -17,16 +17,28 @@ from math import inf
 from time import perf_counter
 
 import numpy as np
-from mpi4py import MPI
 
 from zmpi.device import choose_device
 from zmpi.guard import UsageError, arm
 from zmpi.launch import lonely_launch, set_threads
 from zmpi.layout import chunks
 from zmpi.sums import add_in_order
-from zmpi.transport import Paced, choose_transport, cuda_awareness, ways
+from zmpi.transport import Paced, check_vector, choose_transport, cuda_awareness, ways
 
 CHUNK_BYTES = 16 << 20  # of one collective over all ranks: MPI's collectives are fastest between 1 and 16 MiB
+
+
+class _Mpi:
+    """The module mpi4py.MPI, imported (which starts MPI) at its first use: zmpi.plan runs where there is no MPI."""
+
+    def __getattr__(self, name):
+        from mpi4py import MPI
+
+        self.__dict__[name] = getattr(MPI, name)
+        return self.__dict__[name]
+
+
+MPI = _Mpi()
 
 
 class World:
@@ -85,6 +97,12 @@ class World:
         """The MPI library and its version, in one line."""
         return MPI.Get_library_version().split("\n")[0].strip().rstrip("\0")
 
+    @property
+    def standard(self):
+        """(version of the MPI standard, thread level of this process), in words."""
+        names = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
+        return "{}.{}".format(*MPI.Get_version()), names.get(MPI.Query_thread(), "multiple")
+
     def reduction_for(self, recipe):
         """How gradients of this recipe are reduced, "mpi" or "ordered"; raises ValueError for what MPI cannot do."""
         narrow = recipe.gradient.itemsize < 4
@@ -141,8 +159,8 @@ class Communicator:
 
         Neither vector may be touched before that. Where `shard` is the owner's own slice of `full` it is sent from there.
         """
-        _check(shard, layout.shard_length, full.dtype)
-        _check(full, layout.padded, full.dtype)
+        check_vector(shard, layout.shard_length, full.dtype)
+        check_vector(full, layout.padded, full.dtype)
         way, cuts = self._gathers, self._chunks(layout, full.itemsize)
         if self._latest and way.depth < inf:
             self._latest.Wait()  # its pinned buffers are needed
@@ -158,9 +176,10 @@ class Communicator:
         `out` is of shard length; it may be the own slice of `full`. It is in the gradient type or wider; sums are always
         made in the wider type and rounded once, so a 16-bit `out` must be fresh.
         """
-        wide = full.dtype if full.itemsize >= 4 else np.dtype(np.float32)
-        _check(full, layout.padded, self._message.dtype)
-        _check(out, layout.shard_length, wide if out.dtype == wide else full.dtype)
+        check_vector(full, layout.padded, self._message.dtype)
+        check_vector(
+            out, layout.shard_length, full.dtype if out.dtype == full.dtype else np.result_type(full.dtype, np.float32)
+        )
         pieces = self._chunks(layout, full.itemsize)
         for start, stop in pieces:
             began = perf_counter()
@@ -259,15 +278,6 @@ class Gather:
         self._comm.in_flight -= 1
         self._vectors = None
         self._comm.ledger.book("all_gather", self._unit, blocked_s=perf_counter() - began)
-
-
-def _check(vector, length, dtype):
-    """A buffer that MPI reads or writes must be what it seems: a strided view would be sent (or filled) wrongly."""
-    if vector.ndim != 1 or not vector.flags.c_contiguous or vector.size != length or vector.dtype != dtype:
-        raise ValueError(
-            f"message buffer: expected a contiguous vector of {length} elements of {dtype}, got shape {vector.shape},"
-            f" strides {vector.strides}, {vector.dtype}"
-        )
 
 
 def _mpi_type(vector):

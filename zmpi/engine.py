@@ -50,6 +50,7 @@ class ZeRO:
     make_ledger = Ledger
     make_communicator = Communicator
     make_layout = Layout
+    make_unit = Unit
     make_schedule = staticmethod(training_schedule)
 
     def __init__(self, model, world, stage=3, optimizer=None, seed=0, policy=None):
@@ -74,7 +75,7 @@ class ZeRO:
         rules = Rules(self.stage, recipe, self.comm, self.ledger, world.device, self.optimizer.moments)
         layouts = [self.make_layout(name, spec.prefix, spec.shapes, *split) for name, spec in units(model).items()]
         self.comm.reserve(layouts, self.policy.recipe.gradient)
-        self.units = {layout.name: Unit(layout, rules) for layout in layouts}
+        self.units = {layout.name: self.make_unit(layout, rules) for layout in layouts}
         self._initialise()
 
     # -- the step -------------------------------------------------------------------------------------------------
@@ -205,6 +206,7 @@ class ZeRO:
                 if unit_of(layer) == unit.layout.name:
                     layer.init(unit.layout.views(full), key_for(self.seed, unit.layout.prefix))
             unit.fill(full)
+            del full  # before the next one is made
 
     @contextmanager
     def gathered(self):

@@ -64,6 +64,7 @@ class Guard:
     def __init__(self, comm, abort, finalized, multiple: bool):
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.program = "zmpi"  # opens every line
+        self.line_start = ""  # printed before a message; "\n" while a progress bar stands in the last line
         self.timeout = 300.0  # seconds
         self.stop_requested = 0  # signal number, see finish_on_signal
         self._comm, self._abort, self._finalized, self._multiple = comm, abort, finalized, multiple
@@ -160,7 +161,7 @@ class Guard:
         main = threading.current_thread() is threading.main_thread()
         if isinstance(error, Agreed) and main:
             if self.rank == 0:
-                say(f"{self.program}: error: {error}\n")
+                say(f"{self.line_start}{self.program}: error: {error}\n")
             self._hooks.status, self._why = error.status, f" ({error})"
             raise SystemExit(error.status)  # from an excepthook, Python exits with it
         if self.size == 1:
@@ -258,7 +259,7 @@ class Guard:
             if self._may_speak(line):
                 fault = line.partition(": ")[2]  # after the rank; who found the same is not named
                 others = [other for _, other in sorted(self._claims.items()) if other.partition(": ")[2] != fault]
-                say(text() + "".join(f"{self.program}: {one}\n" for one in [line, *others] if one))
+                say(self.line_start + text() + "".join(f"{self.program}: {one}\n" for one in [line, *others] if one))
                 time.sleep(DRAIN)
                 if self.size > 1:
                     self._abort(status)

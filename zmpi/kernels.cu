@@ -34,10 +34,9 @@ GLOBAL squares(const T *vector, double *partial, Index length, Index pieces, Ind
 }
 
 // One update of AdamW, for element after element of p (the master), m and v. `spans` holds (start, stop, decays) of each
-// parameter in order; what lies in none is padding and stays. Where there is a `rounded`, it is p in T, and `too_large`
-// counts what became infinite by that.
+// parameter in order; what lies in none is padding and stays. Where there is a `rounded`, it becomes p in T.
 GLOBAL adamw(
-    W *p, const T *gradient, W *m, W *v, T *rounded, int *too_large, const Index *spans, Index count, Index n,
+    W *p, const T *gradient, W *m, W *v, T *rounded, const Index *spans, Index count, Index n,
     W factor, W kept, W beta1, W beta2, W step_size, W root_of_correction, W eps) {
     EACH(i, n) {
         Index s = 0;
@@ -47,9 +46,6 @@ GLOBAL adamw(
         m[i] = beta1 * m[i] + ((W)1 - beta1) * g;
         v[i] = beta2 * v[i] + ((W)1 - beta2) * g * g;
         p[i] = (spans[3 * s + 2] ? p[i] * kept : p[i]) - step_size * m[i] / (sqrt(v[i]) / root_of_correction + eps);
-        if (rounded) {
-            rounded[i] = T(p[i]);
-            if (isinf((W)rounded[i])) atomicAdd(too_large, 1);
-        }
+        if (rounded) rounded[i] = T(p[i]);
     }
 }

@@ -31,13 +31,11 @@ def sums_of_squares(vector, pieces):
 
 def adamw(master, owned, by):
     number = wide(owned.gradient).type
-    spans, too_large = _table(tuple(owned.decayed)), cupy.zeros((), np.int32)
     stored = NOTHING if owned.stored is None else owned.stored
-    arrays = master, owned.gradient, owned.moments["m"], owned.moments["v"], stored, too_large, spans
+    arrays = master, owned.gradient, owned.moments["m"], owned.moments["v"], stored, _table(tuple(owned.decayed))
     names = ("factor", "kept", "beta1", "beta2", "step_size", "root_of_correction", "eps")
     numbers = [number(getattr(by, name)) for name in names]
     launch("adamw", owned.gradient.dtype, len(master), *arrays, len(owned.decayed), len(master), *numbers)
-    return too_large
 
 
 @cache

@@ -23,20 +23,28 @@ class Moved:
     blocked_s: float = 0.0  # seconds in which the caller waited inside MPI
 
 
+class _Life(weakref.ref):
+    """A tracked array's: calls the ledger when it ends. (weakref.finalize does that at several times the cost.)"""
+
+    __slots__ = ("kind", "nbytes")
+
+
 class Ledger:
     """One engine's books. `track` measures real lifetimes: an array is alive until its memory is given back."""
 
     def __init__(self):
         self.moved = defaultdict(Moved)  # (kind, unit) -> Moved
+        self._outside = defaultdict(Moved)  # the part of it that was booked as other since the step began
         self.alive = Counter()  # kind of memory -> bytes
         self.peak = Counter()  # kind of memory -> highest bytes since the step began
         self.work_peak = 0  # highest sum over the kinds of work buffers
         self.peak_bytes = peak_resident_bytes  # the highest that the process held, all things together
+        self._lives = {}  # id -> the _Life of each array that is alive
         self._as_other = False
 
     def begin_step(self):
-        """Start the books of a new step."""
-        self.moved.clear()
+        """Start the books of a new step. They open with what moved between the last one and this, under "other"."""
+        self.moved, self._outside = self._outside, defaultdict(Moved)
         self.peak = Counter(self.alive)
         self.work_peak = self._work()
 
@@ -44,9 +52,11 @@ class Ledger:
 
     def book(self, kind, unit, **amounts):
         """Add amounts (fields of Moved) to a kind of collective; inside `as_other`, to "other"."""
-        entry = self.moved["other" if self._as_other else kind, unit]
-        for field, amount in amounts.items():
-            setattr(entry, field, getattr(entry, field) + amount)
+        books = (self.moved, self._outside) if self._as_other else (self.moved,)
+        for book in books:
+            entry = book["other" if self._as_other else kind, unit]
+            for field, amount in amounts.items():
+                setattr(entry, field, getattr(entry, field) + amount)
 
     @contextmanager
     def as_other(self):
@@ -65,15 +75,19 @@ class Ledger:
         The array must own its memory: a view elsewhere, a forgotten name or a reference in a closure keeps it alive, and
         so in the books.
         """
-        self.alive[kind] += array.nbytes
-        self.peak[kind] = max(self.peak[kind], self.alive[kind])
+        alive = self.alive[kind] = self.alive[kind] + array.nbytes
+        if alive > self.peak[kind]:
+            self.peak[kind] = alive
         if kind in WORK:
             self.work_peak = max(self.work_peak, self._work())
-        weakref.finalize(array, self._died, kind, array.nbytes).atexit = False
+        life = _Life(array, self._died)
+        life.kind, life.nbytes = kind, array.nbytes
+        self._lives[id(life)] = life
         return array
 
-    def _died(self, kind, nbytes):
-        self.alive[kind] -= nbytes
+    def _died(self, life):
+        del self._lives[id(life)]
+        self.alive[life.kind] -= life.nbytes
 
     def _work(self):
         return sum(self.alive[kind] for kind in WORK)

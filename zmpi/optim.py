@@ -33,8 +33,9 @@ class Slice:
                 yield first, min(first + BLOCK, stop), decays
 
     def round(self):
-        """Bring what is stored up to date; returns how many of its elements are infinite."""
-        return 0 if self.stored is None else round_to(self.stored, self.master)
+        """Bring what is stored up to date."""
+        if self.stored is not None:
+            round_to(self.stored, self.master)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +99,10 @@ class AdamW(_Optimizer):
                 raise ValueError(f"{name}: expected at least 0 and below 1, got {getattr(self, name)}")
 
     def update(self, owned, t, factor):
-        """Update a Slice in place: update t (counted from 1), with the gradient multiplied by `factor`.
-
-        Returns how many stored parameters are infinite, where they are rounded: on a GPU an array without axes.
-        """
+        """Update a Slice in place: update t (counted from 1), with the gradient multiplied by `factor`."""
         lr, numbers = self.rate(t), {"factor": factor, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps}
         numbers |= {"kept": 1.0 - lr * self.weight_decay, "step_size": lr / (1.0 - self.beta1**t)}
-        return adamw(owned.master, owned, SimpleNamespace(**numbers, root_of_correction=(1.0 - self.beta2**t) ** 0.5))
+        adamw(owned.master, owned, SimpleNamespace(**numbers, root_of_correction=(1.0 - self.beta2**t) ** 0.5))
 
 
 @on_gpu
@@ -134,7 +132,7 @@ def adamw(master, owned, by):
         np.divide(m, s_, out=s_)
         s_ *= by.step_size
         p -= s_
-    return owned.round()
+    owned.round()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +148,7 @@ class SGD(_Optimizer):
         return ("momentum",) if self.momentum else ()
 
     def update(self, owned, t, factor):
-        """As AdamW's."""
+        """Update a Slice in place: update t (counted from 1), with the gradient multiplied by `factor`."""
         lr = self.rate(t)
         g = np.empty_like(owned.master, shape=min(BLOCK, len(owned.master)))
         for start, stop, decays in owned.blocks():
@@ -168,7 +166,7 @@ class SGD(_Optimizer):
                 np.copyto(g_, velocity)
             g_ *= lr
             p -= g_
-        return owned.round()
+        owned.round()
 
 
 def sum_of_squares(vector):

@@ -27,9 +27,6 @@ def add_in_order(rows, out, fresh):
 
 
 def round_to(narrow, wide):
-    """Assign `wide` to `narrow`, rounded to its type; returns how many elements became infinite by that."""
+    """Assign `wide` to `narrow`, rounded to its type."""
     with np.errstate(over="ignore"):  # an overflow is no accident here: it is counted, or found in the norm
         np.copyto(narrow, wide, casting="same_kind")
-    if narrow.dtype == wide.dtype:
-        return 0
-    return np.count_nonzero(np.isinf(narrow))  # an array without axes on a GPU: nobody waits for it here

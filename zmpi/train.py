@@ -7,27 +7,28 @@ from time import perf_counter
 
 from tqdm import tqdm
 
-from models import GPT, MLP
 from zmpi import resume
 from zmpi.checkpoint import Keeper, Stopped, find, load
 from zmpi.data import Batches, load_text
 from zmpi.guard import UsageError
+from zmpi.model_flags import build_model, model_flags
 from zmpi.optim import SGD, AdamW
 from zmpi.options import Parser, auto_or_real, named_as_flags, real, whole
 from zmpi.precision import RECIPES, Policy
 from zmpi.report import RunLog, check_log, opening, summary
 from zmpi.start import engine_of, start
+from zmpi.trace import Trace, check_path, write_trace
+from zmpi.watch import watched
 
 COMMAND = "zmpi.train"
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
 KEEP = 3  # checkpoints
-LATER = ("trace",)  # flags whose work has not landed
 
 
 def parser():
     """All flags. The names are a contract."""
     flags = Parser(COMMAND, __doc__)
-    _model_flags(flags.add_argument_group("model and data"))
+    model_flags(flags.add_argument_group("model"))
     _training_flags(flags.add_argument_group("training"))
     _optimizer_flags(flags.add_argument_group("optimizer"))
     _run_flags(flags.add_argument_group("how it is run"))
@@ -35,19 +36,9 @@ def parser():
     return flags
 
 
-def _model_flags(group):
-    add = group.add_argument
-    add("--model", choices=("transformer", "mlp"), default="transformer", help="GPT-2, or a multilayer perceptron")
-    add("--layers", type=whole(1), default=2, help="transformer blocks, or hidden layers")
-    add("--width", type=whole(1), default=128, help="channels")
-    add("--heads", type=int, help="attention heads (default: 4; transformer only)")
-    add("--context", type=whole(1), default=64, help="tokens that a prediction sees at most")
-    add("--vocab", type=whole(1), default=256, help="number of different tokens")
-    add("--data", default="builtin", help="builtin, a text file (bytes are the tokens), or a .bin file of uint16 tokens")
-
-
 def _training_flags(group):
     add = group.add_argument
+    add("--data", default="builtin", help="builtin, a text file (bytes are the tokens), or a .bin file of uint16 tokens")
     add("--micro-batch", type=whole(1), default=8, help="sequences per rank and micro-batch")
     add("--accumulate", type=whole(1), default=1, help="micro-batches per step and rank")
     add("--steps", type=whole(1), default=200, help="steps in total")
@@ -93,7 +84,7 @@ def _output_flags(group):
     add("--keep", type=whole(1), help="checkpoints that are kept (default: 3)")
     add("--resume", action="store_true", help="go on from the newest complete checkpoint; flags not given come from it")
     add("--init-from", metavar="DIR", help="folder with a published GPT-2 to start from (default: fresh weights)")
-    add("--trace", metavar="FILE", help="timeline of the run (default: none)")
+    add("--trace", metavar="FILE", help="timeline of the last 100 steps (.json, for Perfetto) or of one (.txt) (default: none)")
 
 
 def main(argv=None):
@@ -105,6 +96,8 @@ def main(argv=None):
     manifest = find(args.checkpoint, world) if args.resume else None
     with world.agreed():
         check_log(args.log if world.rank == 0 else None)
+        if args.trace:
+            check_path(args.trace)
         _take_settings(args, world, argv, manifest)
         text = load_text(args.data, args.context, args.vocab, world.rank, world.size)
         if manifest:
@@ -139,9 +132,10 @@ def _take_settings(args, world, argv, manifest):
 def _engine(args, world):
     """The engine of the flags, with fresh weights."""
     with world.agreed():
-        engine, model, optimizer = engine_of(args.comm), _build(args), _optimizer(args)
+        engine, model, optimizer = engine_of(args.comm), build_model(args), _optimizer(args)
         with named_as_flags():
             policy = Policy(args.precision, args.prefetch, args.recompute, args.loss_scale, args.loss_scale_window)
+    engine = watched(engine, Trace) if args.trace else engine
     return engine(model, world, args.stage, optimizer, args.seed, policy)
 
 
@@ -178,6 +172,8 @@ def _train(zero, batches, args, log, saving):
         _say(zero.world, f"{stop} after step {zero.step} of {args.steps}; --resume goes on from here")
         sys.exit(stop.status)
     saving.now()
+    if args.trace:
+        write_trace(args.trace, zero)
     _say(zero.world, summary(zero, log, median(seconds)))
 
 
@@ -185,6 +181,7 @@ def _steps(zero, batches, args, log, saving):
     """The remaining steps; returns the seconds that each took."""
     seconds, held_out = [], batches.held_out()
     bar = {"desc": "train", "unit": "step", "mininterval": 1, "ncols": 100, "disable": zero.world.rank != 0}
+    zero.world.guard.line_start = "\n"  # a last word gets a line of its own, below the bar
     for _ in tqdm(range(zero.step, args.steps), initial=zero.step, total=args.steps, **bar):
         began = perf_counter()
         zero.train_step(batches.of_step(args.seed, zero.step + 1, args.accumulate))
@@ -194,6 +191,7 @@ def _steps(zero, batches, args, log, saving):
         if held_out and due:
             log.evaluation(zero.evaluate(held_out), batches.held_out_tokens)
         saving.step()
+    zero.world.guard.line_start = ""
     return seconds
 
 
@@ -213,25 +211,12 @@ def _say(world, text):
 
 
 def _refuse(args):
-    """Flags that contradict each other, or whose work has not landed: never quietly ignored."""
-    for name in LATER:
-        if getattr(args, name):
-            raise ValueError(f"--{name.replace('_', '-')}: not supported yet")
+    """Flags that contradict each other: never quietly ignored."""
     for name in ("save_every", "keep", "resume"):
         if getattr(args, name) and not args.checkpoint:
             raise ValueError(f"--{name.replace('_', '-')}: needs --checkpoint DIR")
     if args.resume and args.init_from:
         raise ValueError("--init-from: --resume takes the weights from the checkpoint; give one of the two")
-    if args.model == "mlp" and args.heads is not None:
-        raise ValueError(f"--heads: {args.heads} given, but --model mlp has no attention")
-
-
-def _build(args):
-    """The model of the flags."""
-    with named_as_flags():
-        if args.model == "mlp":
-            return MLP(args.layers, args.width, args.context, args.vocab)
-        return GPT(args.layers, args.width, 4 if args.heads is None else args.heads, args.context, args.vocab)
 
 
 def _optimizer(args):

@@ -195,6 +195,15 @@ class Paced:
         self._open.append((self._post(*cut), cut))
 
 
+def check_vector(vector, length, dtype):
+    """A buffer that MPI reads or writes must be what it seems: a strided view would be sent (or filled) wrongly."""
+    if vector.ndim != 1 or not vector.flags.c_contiguous or vector.size != length or vector.dtype != dtype:
+        raise ValueError(
+            f"message buffer: expected a contiguous vector of {length} elements of {dtype}, got shape {vector.shape},"
+            f" strides {vector.strides}, {vector.dtype}"
+        )
+
+
 def ways(name, device, ledger):
     """(the way of all-gathers, the way of reductions): both may be under way together, so their buffers are apart."""
     if name == "staged":

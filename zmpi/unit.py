@@ -142,11 +142,12 @@ class Unit:
 
     def update(self, optimizer, t, factor):
         """Let the optimizer update what this rank owns, and make the full vector whole again where it is kept."""
-        self.too_large = optimizer.update(self.owned(), t, factor)
+        optimizer.update(self.owned(), t, factor)
         self._complete()
 
     def _complete(self):
-        """Make the full vector whole again where it is kept."""
+        """Bring what depends on the owned parameters up to date: the full vector is whole again where it is kept."""
+        self.too_large = 0 if self.master is None else self._infinite()
         if self.rules.stage.optimizer and not self.rules.stage.parameters:
             self.rules.comm.all_gather(self.layout, self._mine(self.parameters), self.parameters).wait()
 
@@ -159,7 +160,7 @@ class Unit:
         if not self.rules.stage.optimizer:
             for whole in (self._master, *self.moments.values()):
                 self.rules.comm.all_gather(self.layout, self._mine(whole), whole).wait()
-        self.too_large = self.owned().round()
+        self.owned().round()
         self._complete()
 
     @property
@@ -179,7 +180,8 @@ class Unit:
         full = self.rules.device.put(full)
         if self.master is not None:
             np.copyto(self.master, full[self.part] if self.rules.stage.optimizer else full)
-        self.too_large = round_to(self.parameters, full[self.part] if self.rules.stage.parameters else full)
+        round_to(self.parameters, full[self.part] if self.rules.stage.parameters else full)
+        self.too_large = 0 if self.master is None else self._infinite()
 
     @property
     def summed(self):
@@ -191,6 +193,10 @@ class Unit:
         optimizer = [*self.moments.values()] if self.master is None else [*self.moments.values(), self.master]
         vectors = {"parameters": [self.parameters], "gradients": [self.gradients], "optimizer": optimizer}
         return {kind: sum(vector.nbytes for vector in owned) for kind, owned in vectors.items()}
+
+    def _infinite(self):
+        """How many 16-bit weights of this rank's slice are infinite: each is counted on one rank, at every stage."""
+        return np.count_nonzero(np.isinf(self._mine(self.parameters)))  # an array on a GPU: nobody waits for it here
 
     # -- memory ---------------------------------------------------------------------------------------------------
 

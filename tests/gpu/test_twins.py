@@ -126,7 +126,7 @@ def test_sums_and_adamw(kind):
     if kind in ("float16", "bfloat16"):
         owned[1].stored = cupy.zeros(1000, TYPES[kind])
     AdamW(lr=0.1, eps=1e-3).update(owned[0], 2, 0.7)
-    assert int(AdamW(lr=0.1, eps=1e-3).update(owned[1], 2, 0.7)) == 0
+    AdamW(lr=0.1, eps=1e-3).update(owned[1], 2, 0.7)
     assert_close(owned[1].master, owned[0].master.astype(np.float64), "float32")
     if owned[1].stored is not None:
         inside = np.r_[0:400, 416:990]

@@ -193,6 +193,17 @@ def test_evaluation_is_booked_apart(comm):
     assert vectors == sizes | {"outer": 2 * sizes["outer"]}  # which the embedding and the head need
 
 
+def test_what_moves_between_two_steps_is_in_the_books_of_the_second_once(comm):
+    zero = one_step(gpt(), world_of("ordered"), 3, 1)
+    assert zero.ledger["comm"]["other"]["calls"] == 0
+    zero.evaluate(share(zero.model, 2, zero.world, 1))
+    evaluation = zero.ledger["comm"]["other"]
+    zero.train_step(share(zero.model, 2, zero.world, 1))
+    assert zero.ledger["comm"]["other"] == evaluation and evaluation["elements"] > 0
+    zero.train_step(share(zero.model, 3, zero.world, 1))
+    assert zero.ledger["comm"]["other"]["calls"] == 0
+
+
 def test_scalars_alone_are_booked_as_all_reduce(comm):
     """One small gather opens the step, one closes it, whatever the model's size."""
     found = []

@@ -1,0 +1,192 @@
+"""mpirun -n 4 python -m zmpi.bench: what every stage costs here, formula and measurement side by side."""
+
+import json
+import sys
+from pathlib import Path
+from time import sleep
+
+from zmpi import __version__
+from zmpi.bench_table import heading, stage_table, sweep_table
+from zmpi.data import Batches, load_text
+from zmpi.guard import UsageError
+from zmpi.machine import machine
+from zmpi.measure import Trial, measure_stage
+from zmpi.model_flags import build_model, model_flags
+from zmpi.optim import AdamW
+from zmpi.options import Parser, named_as_flags, real, whole
+from zmpi.precision import RECIPES, Policy
+from zmpi.start import start
+
+COMMAND = "zmpi.bench"
+SIZES = ("depth", "width", "heads", "context", "vocab")
+
+
+def parser():
+    """All flags."""
+    flags = Parser(COMMAND, __doc__)
+    model_flags(flags.add_argument_group("model and data"))
+    add = flags.add_argument_group("what is run").add_argument
+    add("--data", default="builtin", help="builtin, a text file (bytes are the tokens), or a .bin file of uint16 tokens")
+    add("--stages", default="0,1,2,3", help="ZeRO stages, with commas between")
+    add("--precision", choices=[name for name in RECIPES if name != "float64"], default="float32", help="number types")
+    add("--micro-batch", type=whole(1), default=8, help="sequences per rank and micro-batch")
+    add("--accumulate", type=whole(1), default=1, help="micro-batches per step and rank")
+    add("--warm-up", type=whole(1), default=2, help="steps before the clock starts")
+    add("--steps", type=whole(5), default=7, help="timed steps, the median of which counts")
+    add("--seed", type=whole(0), default=0, help="seed of weights and data")
+    add("--sweep", choices=("ranks", "batch", "width"), help="repeat it over one axis (default: no sweep)")
+    _how(flags.add_argument_group("how it is run"))
+    add = flags.add_argument_group("what comes out").add_argument
+    add("--flops", type=real(0, above=True), help="FLOPs per second that a rank could reach, for utilisation (default: none)")
+    add("--json", metavar="FILE", help="all figures (default: none)")
+    add("--report", metavar="DIR", help="pictures, and one HTML page with them and the tables (default: none)")
+    return flags
+
+
+def _how(group):
+    add = group.add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where arrays live")
+    add("--transport", choices=("auto", "direct", "staged"), default="auto", help="how device memory reaches MPI")
+    add("--reduction", choices=("auto", "mpi", "ordered"), default="auto", help="who sums gradients: MPI, or the owner")
+    add("--prefetch", type=int, choices=(0, 1), default=1, help="gathers started before they are needed")
+    add("--recompute", action="store_true", help="keep layer inputs only, and run each forward again")
+    add("--timeout", type=real(0, above=True), default=300, help="seconds after which a stuck collective ends the run")
+
+
+def main(argv=None):
+    """Run the command; what is wrong with it ends all ranks with one line."""
+    args, world = start(parser(), argv)
+    with world.agreed():
+        stages = _stages(args.stages)
+        points = _points(args, world)
+        for point in points:
+            _trial(args, world, point)
+        _check_outputs(args)
+    reports = []
+    for point in points:
+        report = _bench(args, world, stages, point)
+        if world.rank == 0:
+            print(heading(report) + "\n\n" + stage_table(report) + "\n", flush=True)
+        reports.append(report)
+    if args.sweep and world.rank == 0:
+        print(sweep_table(args.sweep, reports), flush=True)
+    with world.agreed():
+        if world.rank == 0:
+            _write(args, reports)
+
+
+def _stages(text):
+    """The stages of the flag, each once, in the order given."""
+    try:
+        stages = [int(part) for part in text.split(",")]
+    except ValueError:
+        stages = []
+    if not stages or len(set(stages)) < len(stages) or not set(stages) <= {0, 1, 2, 3}:
+        raise ValueError(f"--stages: expected some of 0,1,2,3, each once, got {text}")
+    return stages
+
+
+def _points(args, world):
+    """What each run of the sweep changes: {} is no change, and the only point without --sweep."""
+    if args.sweep == "ranks":
+        return [{"ranks": n} for n in sorted({*(2**i for i in range(world.size.bit_length())), world.size}) if n <= world.size]
+    if args.sweep == "batch":
+        return [{"micro_batch": args.micro_batch * factor} for factor in (1, 2, 4)]
+    if args.sweep == "width":
+        return [{"width": args.width * factor} for factor in (1, 2, 4)]
+    return [{}]
+
+
+def _trial(args, world, point):
+    """The Trial of one point. Raises ValueError or OSError for flags that do not fit."""
+    micro_batch = point.get("micro_batch", args.micro_batch)
+    changed = {"width": point["width"]} if "width" in point else {}
+
+    def build():
+        return build_model(args, **changed)
+
+    build()
+    with named_as_flags():
+        policy = Policy(args.precision, args.prefetch, args.recompute)
+    world.reduction_for(policy.recipe)
+    text = load_text(args.data, args.context, args.vocab, world.rank, world.size)
+    batches = Batches(text, world.rank, world.size, micro_batch, last_only=args.model == "mlp")
+    optimizer = AdamW(lr=3e-3, clip=1.0)
+    return Trial(build, policy, optimizer, args.seed, batches, args.accumulate, args.warm_up, args.steps)
+
+
+def _bench(args, world, stages, point):
+    """All stages at one point of the sweep: the report that --json writes. Ranks that take no part wait."""
+    part = _first_ranks(world, point.get("ranks", world.size))
+    report = None
+    if part is not None:
+        trial = _trial(args, part, point)
+        rows = [measure_stage(trial, part, stage, lanes=bool(args.report)) for stage in stages]
+        model = trial.build()
+        report = {
+            "zmpi": __version__,
+            "argv": sys.argv[1:],
+            "point": point,
+            "model": {"kind": args.model, **{name: getattr(model, name) for name in SIZES if hasattr(model, name)}},
+            "parameters": trial.setting(part).walk(0).elements,
+            "recipe": trial.policy.recipe.bytes_per_parameter(len(trial.optimizer.moments)),
+            "size": part.size,
+            "micro_batch": trial.batches.micro_batch,
+            "accumulate": args.accumulate,
+            "prefetch": args.prefetch,
+            "recompute": args.recompute,
+            "steps": args.steps,
+            "warm_up": args.warm_up,
+            "reduction": part.reduction_for(trial.policy.recipe),
+            "peak_flops": args.flops,
+            "machine": machine(part),
+            "stages": rows,
+        }
+    meeting = world.mpi.Ibarrier()
+    while not meeting.Test():
+        sleep(0.01)  # MPI itself would wait in a busy loop, on a core that a rank at work needs
+    return report
+
+
+def _first_ranks(world, ranks):
+    """A World of the first so many ranks, None on the others."""
+    part = world.twin()
+    part.mpi = world.mpi.Split(world.rank >= ranks, world.rank)
+    part.rank, part.size = part.mpi.rank, part.mpi.size
+    return part if world.rank < ranks else None
+
+
+def _check_outputs(args):
+    """Raises ValueError, before anything is run, where a file could not be written."""
+    for flag, path in (("--json", args.json), ("--report", args.report)):
+        if path and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"{flag}: expected a place in a folder that exists, got {path}")
+    if args.json and Path(args.json).is_dir():
+        raise ValueError(f"--json: expected a file, got {args.json} (a directory)")
+    if args.report:
+        if Path(args.report).is_file():
+            raise ValueError(f"--report: expected a directory, got {args.report} (a file)")
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise UsageError("--report: needs matplotlib, which is not installed (pip install 'zmpi[report]')") from None
+
+
+def _write(args, reports):
+    """The files that were asked for."""
+    if args.json:
+        plain = [{**report, "stages": [_without_lanes(row) for row in report["stages"]]} for report in reports]
+        whole_report = {**plain[-1], "sweep": {"axis": args.sweep, "points": plain}} if args.sweep else plain[0]
+        Path(args.json).write_text(json.dumps(whole_report, allow_nan=False), encoding="utf-8")
+    if args.report:
+        from zmpi.page import write_report
+
+        write_report(Path(args.report), args.sweep, reports)
+
+
+def _without_lanes(row):
+    return {key: value for key, value in row.items() if key != "lanes"}
+
+
+if __name__ == "__main__":
+    main()

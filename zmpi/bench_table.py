@@ -1,0 +1,164 @@
+"""A bench's report as text: for each quantity a line, for each stage a column; formula and measurement below each other."""
+
+from zmpi.table import seconds, short, table, unit_for
+
+EQUAL, UNEQUAL = "✓", "≠"
+
+
+def heading(report):
+    """The model, the recipe, the world and the machine, in a few lines."""
+    model, machine, recipe = report["model"], report["machine"], report["recipe"]
+    size, sequences = report["size"], report["micro_batch"] * report["accumulate"] * report["size"]
+    heads = f", {model['heads']} heads" if "heads" in model else ""
+    return "\n".join(
+        [
+            f"zmpi {report['zmpi']} bench: {model['kind']}, {model['depth']} layers, width {model['width']}{heads},"
+            f" context {model['context']}, vocab {model['vocab']}: {report['parameters']:,} parameters",
+            f"recipe {recipe['parameters']} + {recipe['gradients']} + {recipe['optimizer']} bytes per parameter"
+            f" ({recipe['name']}), reduction {report['reduction']}, prefetch {report['prefetch']},"
+            f" recompute {'on' if report['recompute'] else 'off'}",
+            f"world of {size} rank{'s' if size > 1 else ''} on {machine['hosts']} host(s), {machine['threads']} thread(s) per"
+            f" rank; a step is {report['micro_batch']} x {report['accumulate']} x {size} = {sequences} sequences",
+            f"machine {machine['cpu']}, {machine['cores']} core(s); {machine['system']}, Python {machine['python']},"
+            f" NumPy {machine['numpy']}, device {machine['device']}; {machine['mpi']}",
+            f"median of {report['steps']} steps after {report['warm_up']}; bytes are per rank, lowest to highest rank where"
+            " they differ; other figures are rank 0's",
+        ]
+    )
+
+
+def stage_rows(report):
+    """[(label, [cell of each stage]), ...]; a label without cells is a headline. Failed stages have empty cells."""
+    lines = [("state, bytes", None)]
+    for kind in ("parameters", "gradients", "optimizer"):
+        lines += _pair(report, kind, lambda row, kind=kind: row["state"][kind], "formula")
+    lines.append(("moved in a step", None))
+    for kind, name in (("all_gather", "all-gather"), ("reduce_scatter", "reduce-scatter")):
+        for what in ("elements", "bytes_sent"):
+            label = f"{name} {what.replace('_', ' ')}"
+            lines += _pair(report, label, lambda row, kind=kind, what=what: row["moved"][kind][what], "formula")
+    lines.append(("array memory, bytes", None))
+    for kind, name in (("full", "gathered vectors"), ("work", "work buffers"), ("activations", "saved activations")):
+        lines += _pair(report, name, lambda row, kind=kind: row["arrays"][kind], "planned")
+    lines += _pair(report, "peak of all arrays", lambda row: row["arrays"]["peak"], "planned", exact=False)
+    lines.append(_line(report, "  of which temporaries", lambda row: figures(row["arrays"]["temporaries"]["measured"])))
+    lines.append(_line(report, "  the peak falls in", lambda row: row["peak_at"]))
+    lines.append(_line(report, "process, at peak", lambda row: figures(row["resident_peak"])))
+    return lines + _speed_rows(report)
+
+
+def _speed_rows(report):
+    def of(label, cell):
+        return _line(report, label, cell)
+
+    lines = [
+        ("speed", None),
+        of("step", lambda row: seconds(row["step_s"])),
+        of("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}"),
+        of("blocked in communication", lambda row: percent(row["blocked_share"])),
+        of("model FLOPs/s per rank", lambda row: f"{row['flops_per_s'] / 1e9:,.2f} G"),
+    ]
+    if report["peak_flops"]:
+        lines.append(of("utilisation", lambda row: f"{row['flops_per_s'] / report['peak_flops']:.1%}"))
+    for kind, name in (("all_gather", "all-gather"), ("reduce_scatter", "reduce-scatter")):
+        lines.append(of(f"{name}: skew", lambda row, kind=kind: spread(row["skew_s"][kind])))
+        lines.append(of(f"{name}: in flight", lambda row, kind=kind: spread(row["in_flight_s"][kind])))
+    lines.append(of("final loss", lambda row: f"{row['loss']:.6f}"))
+    return lines
+
+
+def stage_table(report):
+    """The table, and below it what the signs mean and why a stage failed."""
+    rows = [("", *(f"stage {row['stage']}" for row in report["stages"]))]
+    for label, cells in stage_rows(report):
+        rows.append((label, *(cells or [""] * len(report["stages"]))) if cells is None else (f"  {label}", *cells))
+    notes = [table(rows), NOTES]
+    notes += [f"stage {row['stage']} failed: {row['error']}" for row in report["stages"] if "error" in row]
+    return "\n".join(notes)
+
+
+NOTES = """\
+✓ measured to the byte what the formula (or, for arrays, the planner's dry run) says; ≠ not. The peak shows measured / planned.
+Skew (waiting for the slowest rank) and time in flight were measured with a meeting before each collective, which itself costs
+time: they need not add up to what was blocked without it."""
+
+
+def _line(report, label, cell):
+    return label, ["failed" if "error" in row else cell(row) for row in report["stages"]]
+
+
+def _pair(report, label, pick, expected, exact=True):
+    """Two lines: what is expected, and what was measured, with a sign."""
+
+    def measured(row):
+        both = pick(row)
+        if not exact:
+            return f"{figures(both['measured'])} x{_ratio(both, expected):.3f}"
+        return f"{figures(both['measured'])} {EQUAL if is_equal(both, expected) else UNEQUAL}"
+
+    blank = "  " if exact else " " * 7
+    return [
+        _line(report, f"{label}, {expected}", lambda row: figures(pick(row)[expected]) + blank),
+        _line(report, " " * len(label) + "  measured", measured),
+    ]
+
+
+def _ratio(both, expected):
+    """Measured by planned, of the rank where they are farthest apart."""
+    ratios = [m / e for m, e in zip(both["measured"], both[expected], strict=True)]
+    return max(ratios, key=lambda ratio: abs(ratio - 1))
+
+
+def is_equal(both, expected):
+    """Whether every rank measured exactly what was expected of it."""
+    measured, wanted = both["measured"], both[expected]
+    measured = measured if isinstance(measured, list) else [measured]
+    wanted = wanted if isinstance(wanted, list) else [wanted] * len(measured)
+    return measured == wanted
+
+
+def figures(values):
+    """A number, or the lowest and highest of the ranks'."""
+    if not isinstance(values, list):
+        return f"{values:,}"
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} - {high:,}"
+
+
+def percent(values):
+    """Shares of the ranks."""
+    low, high = min(values), max(values)
+    return f"{low:.0%} - {high:.0%}" if f"{low:.0%}" != f"{high:.0%}" else f"{low:.0%}"
+
+
+def spread(values):
+    """Seconds of the ranks."""
+    low, high = (seconds(value) for value in (min(values), max(values)))
+    return low if low == high else f"{low} - {high}"
+
+
+def sweep_table(axis, reports):
+    """How cost grows along the axis: tokens/s, blocked share and array peak of each stage at each point."""
+    stages = [row["stage"] for row in reports[0]["stages"]]
+    rows = [(axis, *(f"stage {stage}" for stage in stages))]
+    for title, cell in (
+        ("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}"),
+        ("blocked", lambda row: percent(row["blocked_share"])),
+        ("peak of arrays", lambda row: _short_bytes(max(row["arrays"]["peak"]["measured"]))),
+    ):
+        rows.append((title, *("" for _ in stages)))
+        for report in reports:
+            cells = ["failed" if "error" in row else cell(row) for row in report["stages"]]
+            rows.append((f"  {point_of(axis, report)}", *cells))
+    return table(rows)
+
+
+def point_of(axis, report):
+    """The report's place on the axis, in words."""
+    place = {"ranks": "size", "batch": "micro_batch"}.get(axis)
+    return f"{axis} {report[place] if place else report['model']['width']}"
+
+
+def _short_bytes(nbytes):
+    divisor, name = unit_for(nbytes)
+    return f"{short(nbytes / divisor)} {name}"

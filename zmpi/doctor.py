@@ -1,0 +1,129 @@
+"""mpirun -n 2 python -m zmpi.doctor: is this MPI usable, is it CUDA-aware, what has each rank, how fast are messages?"""
+
+import os
+import platform
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+
+from zmpi.comm import Communicator
+from zmpi.launch import cores, launcher
+from zmpi.layout import Layout
+from zmpi.ledger import Ledger
+from zmpi.machine import cpu_name
+from zmpi.options import Parser, real
+from zmpi.start import start
+from zmpi.table import table
+
+COMMAND = "zmpi.doctor"
+SIZES = (1 << 14, 1 << 18, 1 << 20, 1 << 22)  # float32 elements of the vectors that are sent: 64 KiB to 16 MiB
+ROUNDS = 7  # the median of which counts
+
+
+def parser():
+    """All flags."""
+    flags = Parser(COMMAND, __doc__)
+    add = flags.add_argument_group("how it is run").add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where arrays live")
+    add("--transport", choices=("auto", "direct", "staged"), default="auto", help="how device memory reaches MPI")
+    add("--timeout", type=real(0, above=True), default=60, help="seconds after which a stuck collective ends the run")
+    return flags
+
+
+def main(argv=None):
+    """Run the command: the report, and a last line that is the verdict. Status 1 where this MPI is not usable."""
+    _, world = start(parser(), argv)
+    ranks = _everyone(world, _own_facts(world))
+    rates, wrong = _rates(world)
+    wrong = [text for text in _everyone(world, wrong) if text]
+    gpus_way, how = world.transport_for("cuda")
+    aware = gpus_way == "direct"
+    if world.rank == 0:
+        standard, threads = world.standard
+        print(f"MPI       {' '.join(world.library.split())}; standard {standard}, thread level {threads}")
+        print(f"launcher  {launcher(os.environ)}, {world.size} rank{'s' if world.size > 1 else ''}")
+        print(f"CUDA      {'aware' if aware else 'not aware'}; arrays on GPUs would go {gpus_way} ({how})")
+        print(f"transport {world.transport} ({world.transport_why}), device {world.device.name} {_chosen(world.device)}")
+        print(table([("rank", "host", "processor", "cores", "threads", "device"), *ranks], left=3))
+        print(rates)
+        print(verdict(world, threads, aware, wrong), flush=True)
+    if wrong:
+        raise SystemExit(1)
+
+
+def verdict(world, threads, aware, wrong):
+    """One line: usable or not, and what that means."""
+    if wrong:
+        return f"verdict: not usable: {wrong[0]}"
+    remarks = []
+    if world.size == 1:
+        remarks.append("one rank only, nothing was sent (start it with mpirun -n 2)")
+    if threads != "multiple":
+        remarks.append(f"thread level {threads}: a rank that hangs cannot ask the others where they are")
+    remarks.append("GPU memory can be sent directly" if aware else "GPU memory would go through the host")
+    return "verdict: usable; " + "; ".join(remarks)
+
+
+def _own_facts(world):
+    """This rank's row."""
+    own, _ = cores(os.environ)
+    device = world.device.name
+    return str(world.rank), platform.node(), cpu_name(), str(own), str(world.threads), device
+
+
+def _chosen(device):
+    return f"(auto: {device.why})" if device.why else "(asked for)"
+
+
+def _everyone(world, value):
+    with world.guard.waiting("the doctor's figures"):
+        return world.mpi.allgather(value)
+
+
+def _rates(world):
+    """(table of MB/s that a rank sends, what came out wrong or None): the collectives of training, checked."""
+    rows, wrong = [("float32 vector", "all-gather", "reduce-scatter, mpi", "reduce-scatter, ordered")], None
+    for elements in SIZES:
+        cells, fault = _rates_at(world, elements)
+        rows.append((f"{elements * 4 >> 10:,} KiB", *cells))
+        wrong = wrong or fault
+    return f"MB/s sent by each rank, median of {ROUNDS}\n" + table(rows), wrong
+
+
+def _rates_at(world, elements):
+    """(a cell for each collective, what came out wrong or None) of vectors of so many elements."""
+    layout, wrong, total = Layout("probe", "", {"x": (elements,)}, world.size), None, world.size * (world.size + 1) // 2
+    comms = [Communicator(world, Ledger(), reduction) for reduction in ("mpi", "ordered")]
+    for comm in comms:
+        comm.reserve([layout], np.float32)
+    put, get = world.device.put, world.device.get
+    shard = put(np.full(layout.shard_length, world.rank + 1, np.float32))
+    full, out = put(np.zeros(layout.padded, np.float32)), put(np.zeros(layout.shard_length, np.float32))
+    cells = [_rate(world, layout, lambda: comms[0].all_gather(layout, shard, full).wait())]
+    if not np.array_equal(get(full), np.repeat(np.arange(1, world.size + 1, dtype=np.float32), layout.shard_length)):
+        wrong = f"an all-gather of {elements:,} elements brought wrong numbers to rank {world.rank}"
+    full.fill(world.rank + 1)
+    for comm in comms:
+        cells.append(_rate(world, layout, lambda comm=comm: comm.reduce_scatter(layout, full, out, True)))
+        if not np.all(get(out) == total):
+            wrong = f"a reduce-scatter ({comm.reduction}) of {elements:,} elements was wrong on rank {world.rank}"
+    return cells, wrong
+
+
+def _rate(world, layout, call):
+    """MB/s of what a rank sends in one call, as text."""
+    call()
+    times = []
+    for _ in range(ROUNDS):
+        with world.guard.waiting("the doctor's meeting"):
+            world.mpi.Barrier()
+        began = perf_counter()
+        call()
+        times.append(perf_counter() - began)
+    sent = (world.size - 1) * layout.shard_length * 4
+    return f"{sent / median(times) / 1e6:,.0f}" if sent else "-"
+
+
+if __name__ == "__main__":
+    main()

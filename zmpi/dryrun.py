@@ -1,0 +1,211 @@
+"""A step of any world on no machine: the real engine, units, layout, schedule, layers and optimizer on counted arrays.
+
+Only what would take time is left out, and it is the same each time: a second layer of the same shapes, all but the first
+block of an optimizer, and the messages themselves. The ledger of a dry run is that of a real run, to the byte.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+
+from models import MLP
+from models.layer import Layer
+from zmpi.comm import Communicator, World
+from zmpi.counted import Counted, Meter
+from zmpi.device import Device
+from zmpi.optim import BLOCK, Slice, sum_of_squares
+from zmpi.sums import REDUCE_BLOCK, add_in_order
+from zmpi.watch import Memory, WatchedUnit, WatchedZeRO
+
+
+class CountedWorld(World):
+    """One rank of a world of `size` that does not exist. `reduction` as in World, for a CPU."""
+
+    def __init__(self, size, rank=0, reduction="auto"):
+        self.mpi, self.guard = None, SimpleNamespace(stop_requested=0)
+        self.size, self.rank, self.reduction = size, rank, reduction
+        self.meter = Meter()
+        self.device = Device("cpu", self.meter.xp)
+
+    def agreed(self):
+        return nullcontext()
+
+
+class CountedCommunicator(Communicator):
+    """Books what would be sent, and sends nothing."""
+
+    def all_gather(self, layout, shard, full):
+        padding = layout.padding(layout.shard(self.shard))
+        self._book("all_gather", layout, len(self._chunks(layout, full.itemsize)), padding, full.itemsize)
+        self.in_flight += 1
+        return self
+
+    def wait(self):
+        self.in_flight -= 1
+
+    def reduce_scatter(self, layout, full, out, fresh):
+        block = min(len(out), self._chunk_elements(full.itemsize), REDUCE_BLOCK)
+        add_in_order([self._message[:block]], out[:block], fresh)
+        padding = layout.padded - layout.elements - layout.padding(layout.shard(self.shard))
+        self._book("reduce_scatter", layout, len(self._chunks(layout, full.itemsize)), padding, full.itemsize)
+
+    def gather_scalars(self, values):
+        sent = (self.size - 1) * 8 * len(values)
+        self.ledger.book("all_reduce", "scalars", calls=1, elements=len(values), bytes_sent=sent)
+        return np.tile(np.array(values, np.float64), (self.size, 1))
+
+
+class CountedUnit(WatchedUnit):
+    """A unit whose sums of squares are not waited for."""
+
+    def squares(self):
+        block = min(self.layout.shard_length // self.layout.pieces, BLOCK // 8)
+        return [sum_of_squares(self.summed[:block])] * self.layout.pieces
+
+
+class FirstBlock:
+    """An optimizer that updates one block of each unit: what it needs for the others is the same."""
+
+    def __init__(self, optimizer):
+        self._optimizer, self.moments = optimizer, optimizer.moments
+        self.rate, self.clip_factor = optimizer.rate, optimizer.clip_factor
+
+    def update(self, owned, t, factor):
+        moments = {name: vector[:BLOCK] for name, vector in owned.moments.items()}
+        decayed = [(a, min(b, BLOCK), decays) for a, b, decays in owned.decayed if a < BLOCK]
+        self._optimizer.update(Slice(owned.master[:BLOCK], owned.gradient[:BLOCK], moments, decayed), t, factor)
+
+
+class DryRun(WatchedZeRO):
+    """An engine whose steps are only counted: `ledger` is a watch.Memory, `flops` those of one rank's last step.
+
+    `model` is a real one (its weights are never made), `world` a CountedWorld. `memo` may be shared by dry runs of the
+    same precision: layers that were walked in one are known to the next.
+    """
+
+    make_communicator = CountedCommunicator
+    make_unit = CountedUnit
+
+    def __init__(self, model, world, stage, optimizer, policy, memo=None):
+        self.make_ledger = partial(Memory, world.meter.read)
+        counted = CountedModel(model, Memo() if memo is None else memo)
+        super().__init__(counted, world, stage, FirstBlock(optimizer), 0, policy)
+
+    def _initialise(self):
+        """There are no weights to make."""
+
+    def count_step(self, micro_batch, accumulate=1):
+        """Walk one training step of so many sequences per micro-batch; returns the ledger."""
+        meter = self.world.meter
+        inputs, targets = self.model.batch(micro_batch)
+        batch = Counted(inputs, np.int64, meter), Counted(targets, np.int64, meter)
+        before = meter.flops
+        self.train_step([batch] * accumulate)
+        self.flops = meter.flops - before
+        return self.ledger
+
+
+class CountedModel:
+    """A model whose layers and loss are walked once for each shape that comes."""
+
+    def __init__(self, model, memo):
+        self._model, self._memo = model, memo
+        self.layers = [Remembered(layer, memo) for layer in model.layers]
+
+    def loss(self, y, targets, divisor):
+        return self._memo("loss", lambda y, targets: self._model.loss(y, targets, divisor), y, targets)
+
+    def batch(self, micro_batch):
+        """The shapes of a micro-batch's inputs and targets."""
+        inputs = micro_batch, self._model.context
+        return inputs, inputs[:1] if isinstance(self._model, MLP) else inputs
+
+
+class Remembered(Layer):
+    """A layer that is walked once for each shape of its input. Layers of the same kind and sizes share that."""
+
+    def __init__(self, layer, memo):
+        self._layer, self._memo = layer, memo
+        self.name, self.unit, self.backward_needs_weights = layer.name, layer.unit, layer.backward_needs_weights
+        sizes = sorted((name, value) for name, value in vars(layer).items() if isinstance(value, int))
+        self._key = type(layer), repr(layer.shapes()), tuple(sizes)
+
+    def shapes(self):
+        return self._layer.shapes()
+
+    def forward(self, w, x):
+        return self._memo((self._key, "forward"), lambda x: self._layer.forward(w, x), x)
+
+    def backward(self, w, dw, saved, dy):
+        return self._memo((self._key, "backward"), lambda saved, dy: self._layer.backward(w, dw, saved, dy), saved, dy)
+
+
+class Memo:
+    """What functions of counted arrays needed, and what they returned, for each shape of their arguments."""
+
+    def __init__(self):
+        self._seen = {}  # key and shapes -> (highest bytes meanwhile, FLOPs, result with Leaf in place of arrays)
+
+    def __call__(self, key, function, *arguments):
+        """function(*arguments): walked the first time, afterwards only its result is made."""
+        leaves = list(_arrays(arguments))
+        key = key, tuple((leaf.shape, leaf.dtype.str) for leaf in leaves)
+        meter = leaves[-1].meter
+        if key not in self._seen:
+            self._seen[key], result = self._walk(meter, function, arguments, leaves)
+            return result
+        needed, flops, pattern = self._seen[key]
+        meter.peak = max(meter.peak, meter.alive + needed)
+        meter.flops += flops
+        bases = [leaf.base for leaf in leaves]
+        return _rebuilt(pattern, bases, meter)
+
+    def _walk(self, meter, function, arguments, leaves):
+        before, outer, flops = meter.alive, meter.peak, meter.flops
+        meter.peak = before
+        result = function(*arguments)
+        needed, meter.peak = meter.peak - before, max(outer, meter.peak)
+        bases = [leaf.base for leaf in leaves]
+        return (needed, meter.flops - flops, _pattern(result, bases)), result
+
+
+def _arrays(value):
+    """The counted arrays in nested tuples."""
+    if isinstance(value, Counted):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _arrays(part)
+
+
+def _pattern(value, bases):
+    """`value` with (index of its base, base's shape, shape, type) in place of arrays; unknown bases are added to `bases`."""
+    if isinstance(value, tuple):
+        return tuple(_pattern(part, bases) for part in value)
+    if not isinstance(value, Counted):
+        return value
+    found = [i for i, base in enumerate(bases) if base is value.base]
+    if not found:
+        bases.append(value.base)
+    return Leaf(found[0] if found else len(bases) - 1, value.base.shape, value.base.dtype, value.shape)
+
+
+class Leaf:
+    """An array in a pattern."""
+
+    def __init__(self, base, base_shape, dtype, shape):
+        self.base, self.base_shape, self.dtype, self.shape = base, base_shape, dtype, shape
+
+
+def _rebuilt(pattern, bases, meter):
+    """The value of a pattern, its new bases made."""
+    if isinstance(pattern, tuple):
+        return tuple(_rebuilt(part, bases, meter) for part in pattern)
+    if not isinstance(pattern, Leaf):
+        return pattern
+    if pattern.base == len(bases):
+        bases.append(Counted(pattern.base_shape, pattern.dtype, meter))
+    base = bases[pattern.base]
+    return base if pattern.shape == base.shape else Counted(pattern.shape, base.dtype, meter, root=base)

@@ -1,0 +1,149 @@
+"""What a plan is made of: dry runs of a model at every stage, how large it may grow, and how long a step may take."""
+
+from dataclasses import dataclass, field
+
+from zmpi.dryrun import CountedWorld, DryRun, Memo
+from zmpi.optim import AdamW
+from zmpi.precision import Policy
+
+HIGHEST = 4096  # layers or sequences to which a search for the largest goes
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A training that may be planned. `build(layers)` makes the model (with its own number of layers for None)."""
+
+    build: callable
+    ranks: int
+    policy: Policy
+    micro_batch: int  # sequences
+    accumulate: int = 1
+    reduction: str = "auto"
+    memo: Memo = field(default_factory=Memo)
+
+    def walk(self, stage, layers=None, micro_batch=None, rank=0):
+        """A dry run of one step of this setting; returns a Walk."""
+        world = CountedWorld(self.ranks, rank, self.reduction)
+        run = DryRun(self.build(layers), world, stage, AdamW(clip=1.0), self.policy, self.memo)
+        run.count_step(micro_batch or self.micro_batch, self.accumulate)
+        return Walk(run)
+
+
+class Walk:
+    """What a dry run found, for one rank: bytes by kind, elements and bytes per collective, FLOPs of one step."""
+
+    def __init__(self, run):
+        ledger = run.ledger
+        memory, highest = ledger["memory"], ledger.highest()
+        self.stage = run.stage
+        self.state = {kind: memory[kind] for kind in ("parameters", "gradients", "optimizer")}
+        self.full, self.work = memory["full_peak"], memory["work"]
+        self.activations = ledger.highest_activations()
+        self.at_peak, self.place = highest.by_kind(), f"{highest.verb} {highest.name}".strip()
+        self.peak = highest.total
+        self.comm = ledger["comm"]
+        self.flops = run.flops
+        self.elements = sum(unit.layout.elements for unit in run.units.values())
+        self.schedule, self.reduce_each = run.schedule, run.comm.ordered
+        self.unit_sizes = {name: unit.layout.elements for name, unit in run.units.items()}
+        self.padded = {name: unit.layout.padded for name, unit in run.units.items()}
+
+    @property
+    def bytes_sent(self):
+        """Bytes that one rank sends in a step, scalars included."""
+        return sum(kind["bytes_sent"] for kind in self.comm.values())
+
+    def entry(self):
+        """The walk as JSON writes it: bytes, elements and FLOPs of one rank and step."""
+        comm = {
+            kind: {name: amount for name, amount in amounts.items() if name != "blocked_s"}
+            for kind, amounts in self.comm.items()
+            if kind != "other"
+        }
+        return {
+            "stage": self.stage.number,
+            **self.state,
+            "total": sum(self.state.values()),
+            "full": self.full,
+            "work": self.work,
+            "activations": self.activations,
+            "peak": self.peak,
+            "at_peak": self.at_peak,
+            "peak_at": self.place,
+            "comm": comm,
+            "flops": self.flops,
+        }
+
+
+def largest(bytes_of, memory):
+    """The largest n from 1 to HIGHEST with bytes_of(n) <= memory, which rises with n; 0 if there is none.
+
+    Every answer was walked: bytes_of(n) fits, and bytes_of(n + 1) does not (or n is HIGHEST).
+    """
+    if bytes_of(1) > memory:
+        return 0
+    fits, known = 1, {1: bytes_of(1)}
+    tried, too_many = 2, HIGHEST + 1
+    while fits + 1 < too_many:
+        known[tried] = bytes_of(tried)
+        if known[tried] <= memory:
+            fits = tried
+        else:
+            too_many = tried
+        first, last = sorted(known)[:: len(known) - 1]  # memory is nearly a straight line: aim along it
+        slope = (known[last] - known[first]) / (last - first) or 1
+        aim = fits + int((memory - known[fits]) / slope)
+        tried = max(fits + 1, min(aim if aim > fits else fits + 1, too_many - 1))
+    return fits
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a rank can do: FLOPs of matrix products per second, and bytes sent per second."""
+
+    flops: float
+    bandwidth: float
+
+    def compute_s(self, walk):
+        """Seconds of a step's matrix products."""
+        return walk.flops / self.flops
+
+    def comm_s(self, walk):
+        """Seconds of a step's messages."""
+        return walk.bytes_sent / self.bandwidth
+
+
+def speed_of(report, name):
+    """The Speed that a bench's JSON measured: the median over its stages. Raises ValueError where it holds none."""
+    rows = [row for row in report.get("stages", []) if "error" not in row]
+    flops = sorted(row["flops"] / (row["step_s"] - row["blocked_s"]) for row in rows)
+    sent = sorted(row["bytes_sent"] / row["blocked_s"] for row in rows if row["bytes_sent"] and row["blocked_s"])
+    if not flops or not sent:
+        raise ValueError(f"{name}: expected the JSON of a bench on at least 2 ranks with a stage that did not fail")
+    return Speed(flops[len(flops) // 2], sent[len(sent) // 2])
+
+
+def ranks_that_pay(setting, stage, speed):
+    """(ranks, whether they were found): at the same global batch, the fewest ranks at which messages take as long as products.
+
+    With fewer, another rank saves more arithmetic than it adds in messages. The global batch is divided further and further:
+    first over micro-batches, then over the sequences in one; one sequence per rank is the end of it.
+    """
+    batch = setting.micro_batch * setting.accumulate * setting.ranks
+
+    def messages_win(ranks):
+        each = max(1, batch // ranks)
+        micro_batch = min(setting.micro_batch, each)
+        part = Setting(setting.build, ranks, setting.policy, micro_batch, each // micro_batch, setting.reduction, setting.memo)
+        walk = part.walk(stage)
+        return speed.comm_s(walk) >= speed.compute_s(walk)
+
+    low, high = 1, batch
+    if messages_win(low):
+        return low, True
+    if not messages_win(high):
+        return high, False
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if messages_win(middle) else (middle, high)
+    return high, True

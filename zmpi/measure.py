@@ -1,0 +1,207 @@
+"""What one stage costs here: the same steps four times over, timed bare, then traced, then probed, then written down."""
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+from zmpi.data import Batches
+from zmpi.engine import ZeRO
+from zmpi.estimate import Setting
+from zmpi.guard import Agreed
+from zmpi.launch import ranks_on_this_node
+from zmpi.ledger import OWNED
+from zmpi.precision import Policy
+from zmpi.probes import PeakResident, ProbedZeRO, TracedZeRO
+from zmpi.stages import STAGES, elements_moved, state_bytes
+from zmpi.trace import Trace, aligned
+from zmpi.watch import watched
+
+MOVED = ("all_gather", "reduce_scatter")
+PROBED_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What every stage runs: the same model, weights and data."""
+
+    build: callable  # build() makes the model
+    policy: Policy
+    optimizer: object
+    seed: int
+    batches: Batches
+    accumulate: int
+    warm_up: int  # steps that are not timed
+    steps: int  # steps that are
+
+    def engine(self, kind, world, stage):
+        """A fresh engine of that class, at step 0."""
+        return kind(self.build(), world, stage, self.optimizer, self.seed, self.policy)
+
+    def step(self, zero, how="train_step"):
+        """One step of the engine on the data of its position; returns the loss."""
+        return getattr(zero, how)(self.batches.of_step(self.seed, zero.step + 1, self.accumulate))
+
+    def setting(self, world, policy=None):
+        """The same as the planner takes it."""
+        ranks, reduction = world.size, world.reduction_for(self.policy.recipe)
+        return Setting(
+            lambda _: self.build(), ranks, policy or self.policy, self.batches.micro_batch, self.accumulate, reduction
+        )
+
+
+def measure_stage(trial, world, stage, lanes=False):
+    """A stage's row, as JSON writes it: what the formula says and what was measured. The same on all ranks.
+
+    All ranks call it. What fails on all of them is a row with "error". `lanes` adds the timeline of one step.
+    """
+    walk = trial.setting(world).walk(stage, rank=world.rank)
+    row = {"stage": stage}
+    lacking = _lacking(world, walk.peak)
+    if lacking:
+        return row | {"error": lacking}
+    try:
+        row |= _timed(trial, world, stage)
+        row |= _memory(trial, world, stage, walk)
+        row |= _probed(trial, world, stage)
+        if lanes:
+            row["lanes"] = _lanes(trial, world, stage)
+    except Agreed as error:
+        return {"stage": stage, "error": str(error)}
+    policy = Policy(trial.policy.precision, trial.policy.prefetch)
+    row["flops"] = trial.setting(world, policy).walk(stage).flops  # recomputation is no work of the model's
+    row["flops_per_s"] = row["flops"] / row["step_s"]
+    return row
+
+
+def everyone(world, value):
+    """Every rank's value, in rank order, on all ranks."""
+    with world.guard.waiting("the bench's figures"):
+        return world.mpi.allgather(value)
+
+
+def available_bytes():
+    """Memory that a rank may still take, if all ranks of its node take as much; None where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+    return free // ranks_on_this_node(os.environ)
+
+
+def _lacking(world, needed):
+    """Why the stage cannot run, or None: a rank that runs out of memory would take all others down with it."""
+    for rank, free in enumerate(everyone(world, available_bytes())):
+        if free is not None and free < needed:
+            return f"needs {needed:,} bytes of arrays per rank, rank {rank} has {free:,}"
+    return None
+
+
+def _timed(trial, world, stage):
+    """Times, volumes, losses and booked memory, of an engine with nothing added."""
+    resident = PeakResident()
+    resident.reset()
+    zero = trial.engine(ZeRO, world, stage)
+    times, blocked, memory = [], [], Counter()
+    for step in range(trial.warm_up + trial.steps):
+        began = perf_counter()
+        loss = trial.step(zero)
+        if step >= trial.warm_up:
+            times.append(perf_counter() - began)
+            blocked.append(sum(kind["blocked_s"] for kind in zero.ledger["comm"].values()))
+        if not zero.last.skipped or step == 0:  # a step that is skipped (float16) updates and so gathers nothing
+            comm, units = zero.ledger["comm"], _by_unit(zero.ledger.moved)
+        memory |= Counter(zero.ledger["memory"])  # the highest of each
+    step_s = median(times)
+    shares = everyone(world, sum(blocked) / sum(times))
+    kinds = {kind: everyone(world, memory[kind]) for kind in (*OWNED, "full_peak", "work")}
+    sizes = {name: unit.layout.elements for name, unit in zero.units.items()}
+    padded = {name: unit.layout.padded for name, unit in zero.units.items()}
+    recipe, ranks = trial.policy.recipe, zero.comm.shards
+    owned = state_bytes(STAGES[stage], sum(padded.values()), ranks, recipe, len(trial.optimizer.moments))
+    return {
+        "step_s": step_s,
+        "all_step_s": times,
+        "tokens_per_s": zero.last.tokens / step_s,
+        "blocked_s": median(blocked),
+        "blocked_share": shares,
+        "bytes_sent": sum(kind["bytes_sent"] for kind in comm.values()),
+        "loss": loss,
+        "resident_peak": everyone(world, resident.read()),
+        "resident_exact": resident.exact,
+        "state": {kind: {"formula": owned[kind], "measured": kinds[kind]} for kind in OWNED},
+        "booked": {"full": kinds["full_peak"], "work": kinds["work"]},
+        "moved": _volumes(zero, comm, sizes, padded),
+        "units": units,
+    }
+
+
+def _volumes(zero, booked, sizes, padded):
+    """{collective: elements and bytes of a step, by the closed form (paper, section 7) and as booked by this rank}."""
+    ranks, itemsize = zero.comm.shards, zero.policy.recipe.gradient.itemsize
+    form = [zero.last.micro_batches, zero.comm.ordered]
+    elements = elements_moved(zero.stage, zero.schedule, sizes, *form)
+    flat = elements_moved(zero.stage, zero.schedule, padded, *form)
+    found = {}
+    for kind in MOVED:
+        found[kind] = {
+            "calls": booked[kind]["calls"],
+            "elements": {"formula": elements[kind], "measured": booked[kind]["elements"]},
+            "bytes_sent": {"formula": flat[kind] * (ranks - 1) // ranks * itemsize, "measured": booked[kind]["bytes_sent"]},
+        }
+    return found
+
+
+def _by_unit(moved):
+    """[{"collective", "unit", and its amounts}, ...] of the last step."""
+    return [{"collective": kind, "unit": unit, **vars(entry)} for (kind, unit), entry in moved.items()]
+
+
+def _memory(trial, world, stage, walk):
+    """All array memory of one step, by kind, beside the planner's dry run of this rank."""
+    zero = trial.engine(TracedZeRO, world, stage)
+    trial.step(zero)
+    trial.step(zero, "traced_step")
+    ledger, highest = zero.ledger, zero.ledger.highest()
+    memory = ledger["memory"]
+    found = {
+        "full": (walk.full, memory["full_peak"]),
+        "work": (walk.work, memory["work"]),
+        "activations": (walk.activations, ledger.highest_activations()),
+        "temporaries": (walk.at_peak["temporaries"], highest.temporaries),
+        "peak": (walk.peak, highest.total),
+    }
+    both = {kind: {"planned": everyone(world, a), "measured": everyone(world, b)} for kind, (a, b) in found.items()}
+    return {
+        "arrays": both,
+        "peak_at": f"{highest.verb} {highest.name}",
+        "moments": [{"verb": m.verb, "name": m.name, **m.by_kind()} for m in ledger.moments],
+    }
+
+
+def _probed(trial, world, stage):
+    """Seconds of a step, this rank's, that went into waiting for the slowest rank and into messages."""
+    zero = trial.engine(ProbedZeRO, world, stage)
+    trial.step(zero)
+    zero.comm.skew_s.clear()
+    zero.comm.in_flight_s.clear()
+    for _ in range(PROBED_STEPS):
+        trial.step(zero)
+    skew, flight = Counter(), Counter()
+    for total, by_unit in ((skew, zero.comm.skew_s), (flight, zero.comm.in_flight_s)):
+        for (kind, _), seconds in by_unit.items():
+            total[kind] += seconds / PROBED_STEPS
+    return {
+        "skew_s": {kind: everyone(world, skew[kind]) for kind in MOVED},
+        "in_flight_s": {kind: everyone(world, flight[kind]) for kind in MOVED},
+    }
+
+
+def _lanes(trial, world, stage):
+    """The events of one step of every rank (trace.py); None on ranks other than 0."""
+    zero = trial.engine(watched(ZeRO, Trace), world, stage)
+    trial.step(zero)
+    trial.step(zero)
+    return aligned(world, list(zero.ledger.steps[-1]))

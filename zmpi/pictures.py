@@ -1,0 +1,194 @@
+"""A bench's pictures: one function for each, which returns a matplotlib figure. matplotlib is imported only here."""
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
+
+from zmpi.bench_table import point_of
+from zmpi.table import unit_for
+
+# Colours that the colour-blind can tell apart (Okabe and Ito 2008).
+KINDS = {
+    "parameters": "#0072B2",
+    "gradients": "#E69F00",
+    "optimizer": "#56B4E9",
+    "full": "#D55E00",
+    "work": "#CC79A7",
+    "activations": "#009E73",
+    "temporaries": "#B0B0B0",
+}
+NAMES = {
+    "full": "gathered vectors",
+    "work": "work buffers",
+    "activations": "saved activations",
+    "optimizer": "optimizer states",
+}
+VERBS = {
+    "gather": "#E69F00",
+    "wait": "#D55E00",
+    "forward": "#009E73",
+    "backward": "#0072B2",
+    "free": "#000000",
+    "reduce": "#CC79A7",
+    "update": "#56B4E9",
+    "agree": "#B0B0B0",
+}
+MEMORY = "All array memory of rank 0 over one step: what is gathered and freed makes the teeth of the saw."
+LANES = """One step of every rank. A gather only starts where it is drawn; the wait is where its end is needed. White:
+none of these (the loss, Python between two verbs, or a core that another process had)."""
+STAGE_COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73")
+
+
+def pictures(report):
+    """[(file name, what it shows, figure), ...] of one report. Stages that failed are left out of the pictures."""
+    rows = [row for row in report["stages"] if "error" not in row]
+    if not rows:
+        return []
+    ranks = f"{report['size']} rank{'s' if report['size'] > 1 else ''}"
+    return [
+        ("state", f"State per rank at each stage, on {ranks}: the formula, and what was measured.", _state(rows)),
+        (
+            "memory",
+            "All array memory of rank 0 over one step: what is gathered and freed makes the teeth of the saw.",
+            _memory(rows),
+        ),
+        ("throughput", f"Tokens per second, all {ranks} together, in the median step.", _throughput(rows)),
+        ("blocked", "Share of a step in which a rank is blocked in communication: a dot for each rank.", _blocked(rows)),
+        ("lanes", LANES, _lanes(rows)),
+    ]
+
+
+def _axes(rows=1, columns=1, width=8.0, height=4.2, **options):
+    figure, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **options)
+    for one in figure.axes:
+        one.spines[["top", "right"]].set_visible(False)
+        one.set_axisbelow(True)
+    return figure, axes
+
+
+def _legend(figure, colours):
+    """One legend for the whole figure, above its axes."""
+    patches = [Patch(color=colour, label=NAMES.get(name, name)) for name, colour in colours.items()]
+    figure.legend(handles=patches, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+
+
+def _state(rows):
+    figure, axes = _axes()
+    kinds = {kind: KINDS[kind] for kind in ("parameters", "gradients", "optimizer")}
+    divisor, name = unit_for(max(sum(kind["formula"] for kind in row["state"].values()) for row in rows))
+    for i, row in enumerate(rows):
+        for place, source, hatch in ((-0.2, "formula", "//"), (0.2, "measured", "")):
+            bottom = 0.0
+            for kind, colour in kinds.items():
+                value = row["state"][kind][source]
+                height = (max(value) if isinstance(value, list) else value) / divisor
+                axes.bar(i + place, height, 0.36, bottom, color=colour, edgecolor="white", hatch=hatch, linewidth=0.5)
+                bottom += height
+            axes.text(i + place, bottom, f"{bottom:.3g}", ha="center", va="bottom", fontsize=8)
+    axes.set_xticks(range(len(rows)), [f"stage {row['stage']}\nformula | measured" for row in rows])
+    axes.set_ylabel(f"state per rank ({name})")
+    axes.margins(y=0.1)
+    _legend(figure, kinds)
+    return figure
+
+
+def _memory(rows):
+    columns = min(2, len(rows))
+    figure, axes = _axes(
+        -(-len(rows) // columns), columns, 10, 3.0 * -(-len(rows) // columns) + 0.6, sharey=True, squeeze=False
+    )
+    divisor, name = unit_for(max(moment["total"] for row in rows for moment in row["moments"]))
+    for one, row in zip(axes.flat, rows, strict=False):
+        moments = row["moments"]
+        heights = [[moment[kind] / divisor for moment in moments] for kind in KINDS]
+        one.stackplot(range(len(moments)), heights, colors=KINDS.values(), step="post", linewidth=0)
+        peak = max(range(len(moments)), key=lambda i, moments=moments: moments[i]["total"])
+        top = moments[peak]["total"] / divisor
+        one.annotate(
+            f"{top:.3g} {name}, {moments[peak]['verb']} {moments[peak]['name']}",
+            (peak, top),
+            (0, 8),
+            textcoords="offset points",
+            ha="center" if 0.3 < peak / len(moments) < 0.7 else "left" if peak / len(moments) <= 0.3 else "right",
+            fontsize=8,
+            arrowprops={"arrowstyle": "-", "linewidth": 0.6},
+        )
+        one.set_title(f"stage {row['stage']}", loc="left", fontsize=10)
+        one.set_xlim(0, len(moments) - 1)
+        one.set_ylabel(f"array memory ({name})")
+        one.set_xlabel("looks at memory over one step, in order")
+        one.margins(y=0.18)
+    for one in axes.flat[len(rows) :]:
+        one.set_visible(False)
+    _legend(figure, KINDS)
+    return figure
+
+
+def _throughput(rows):
+    figure, axes = _axes(height=3.4)
+    for i, row in enumerate(rows):
+        axes.bar(i, row["tokens_per_s"], 0.6, color=STAGE_COLOURS[row["stage"]])
+        axes.text(i, row["tokens_per_s"], f"{row['tokens_per_s']:,.0f}", ha="center", va="bottom", fontsize=9)
+    axes.set_xticks(range(len(rows)), [f"stage {row['stage']}" for row in rows])
+    axes.set_ylabel("tokens per second")
+    axes.margins(y=0.12)
+    return figure
+
+
+def _blocked(rows):
+    figure, axes = _axes(height=3.4)
+    for i, row in enumerate(rows):
+        shares = [100 * share for share in row["blocked_share"]]
+        axes.bar(i, sum(shares) / len(shares), 0.6, color=STAGE_COLOURS[row["stage"]], alpha=0.35)
+        axes.plot([i] * len(shares), shares, "o", color=STAGE_COLOURS[row["stage"]], markersize=5)
+    axes.set_xticks(range(len(rows)), [f"stage {row['stage']}" for row in rows])
+    axes.set_ylabel("blocked (% of a step)")
+    axes.set_ylim(bottom=0)
+    axes.margins(y=0.12)
+    return figure
+
+
+def _lanes(rows):
+    ranks = len(rows[0]["lanes"])
+    figure, axes = _axes(len(rows), 1, 11, len(rows) * (0.7 + 0.32 * ranks) + 0.8, squeeze=False)
+    for one, row in zip(axes.flat, rows, strict=True):
+        first = min(event["start"] for lane in row["lanes"] for event in lane)
+        for rank, lane in enumerate(row["lanes"]):
+            for verb, colour in VERBS.items():
+                done = [event for event in lane if event["verb"] == verb]
+                spans = [((event["start"] - first) * 1e3, (event["end"] - event["start"]) * 1e3) for event in done]
+                one.broken_barh(spans, (rank - 0.4, 0.8), facecolors=colour, linewidth=0)
+        one.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+        one.set_ylim(ranks - 0.5, -0.5)
+        one.set_xlim(left=0)
+        one.set_title(f"stage {row['stage']}", loc="left", fontsize=10)
+        one.set_xlabel("ms since the step began")
+    _legend(figure, VERBS)
+    return figure
+
+
+def sweep_picture(axis, reports):
+    """Throughput, blocked share and array peak along the axis, a line for each stage."""
+    figure, axes = _axes(1, 3, 11, 3.6)
+    at = [int(point_of(axis, report).split()[1]) for report in reports]
+    peaks = [max(row["arrays"]["peak"]["measured"]) for report in reports for row in report["stages"] if "error" not in row]
+    divisor, name = unit_for(max(peaks, default=1))
+    quantities = (
+        ("tokens per second", lambda row: row["tokens_per_s"]),
+        ("blocked (% of a step)", lambda row: 100 * sum(row["blocked_share"]) / len(row["blocked_share"])),
+        (f"peak of arrays per rank ({name})", lambda row: max(row["arrays"]["peak"]["measured"]) / divisor),
+    )
+    stages = [row["stage"] for row in reports[0]["stages"]]
+    for one, (label, of) in zip(axes, quantities, strict=True):
+        for i, stage in enumerate(stages):
+            points = [(x, of(r["stages"][i])) for x, r in zip(at, reports, strict=True) if "error" not in r["stages"][i]]
+            one.plot(*zip(*points, strict=True), marker="o", color=STAGE_COLOURS[stage])
+        one.set_xlabel({"ranks": "ranks", "batch": "sequences per micro-batch", "width": "width (channels)"}[axis])
+        one.set_xticks(at)
+        one.set_ylabel(label)
+        one.set_ylim(bottom=0)
+    _legend(figure, {f"stage {stage}": STAGE_COLOURS[stage] for stage in stages})
+    return figure

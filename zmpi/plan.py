@@ -1,0 +1,243 @@
+"""python -m zmpi.plan: does it fit, and what will it cost? A formula for a number of parameters, a dry run for a model."""
+
+import json
+import sys
+from pathlib import Path
+
+from zmpi.estimate import HIGHEST, Setting, Speed, largest, ranks_that_pay, speed_of
+from zmpi.guard import UsageError
+from zmpi.model_flags import build_model, model_flags
+from zmpi.options import Parser, Told, named_as_flags, real, whole
+from zmpi.paper import both_tables, largest_model
+from zmpi.precision import RECIPES, Policy
+from zmpi.stages import STAGES, elements_moved, state_bytes
+from zmpi.table import seconds, short, table, unit_for
+
+COMMAND = "zmpi.plan"
+SHARDED = ("nothing", "optimizer states", "+ gradients", "+ parameters")
+
+
+def parser():
+    """All flags."""
+    flags = Parser(COMMAND, __doc__)
+    what = flags.add_argument_group("what is planned")
+    what.add_argument("--params", type=real(1), help="number of parameters: state alone, by the formula (default: a model's)")
+    model_flags(flags.add_argument_group("or a model, walked through (--layers chooses this)"))
+    add = flags.add_argument_group("how it is run").add_argument
+    add("--ranks", type=whole(1), help="data-parallel ranks (needed, but for --paper)")
+    add("--precision", choices=[name for name in RECIPES if name != "float64"], default="float16", help="number types")
+    add("--micro-batch", type=whole(1), default=1, help="sequences per rank and micro-batch")
+    add("--accumulate", type=whole(1), default=1, help="micro-batches per step and rank")
+    add("--prefetch", type=int, choices=(0, 1), default=1, help="gathers started before they are needed")
+    add("--recompute", action="store_true", help="keep layer inputs only, and run each forward again")
+    add("--reduction", choices=("auto", "mpi", "ordered"), default="auto", help="who sums gradients: MPI, or the owner")
+    add = flags.add_argument_group("questions").add_argument
+    add("--memory", type=real(0, above=True), help="bytes per rank: what is the largest that fits? (default: not asked)")
+    add("--bandwidth", type=real(0, above=True), help="bytes per second that a rank sends (default: no times)")
+    add("--flops", type=real(0, above=True), help="FLOPs per second of a rank (default: no times)")
+    add("--calibrate", metavar="FILE", help="take both from the JSON of a bench (default: no times)")
+    add("--dry-run", action="store_true", help="show the walk too: calls, elements and bytes per collective, and the peak")
+    add("--paper", action="store_true", help="print Tables 1 and 2 of the paper beside zmpi's figures")
+    add("--json", action="store_true", help="print JSON, in bytes")
+    flags.set_defaults(layers=None)
+    return flags
+
+
+def main(argv=None):
+    """Run the command; what is wrong with it is one line, status 2."""
+    try:
+        print(answer(parser().parse_args(argv)))
+    except Told as told:
+        print(told, end="")
+    except (UsageError, ValueError, OSError) as error:
+        print(f"{COMMAND}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def answer(args):
+    """What the command prints, without the last line's end."""
+    if args.paper:
+        return both_tables()
+    if args.ranks is None:
+        raise UsageError("--ranks: expected a number of ranks, got none")
+    if (args.params is None) == (args.layers is None):
+        given = "neither" if args.params is None else "both"
+        raise UsageError(f"--params: expected either it or a model (--layers ...), got {given}")
+    return _of_formula(args) if args.layers is None else _of_model(args)
+
+
+# ---- a number of parameters ------------------------------------------------------------------------------------------
+
+
+def _of_formula(args):
+    """State per rank at each stage (paper, sections 3.1 and 5.1-5.3)."""
+    for name in ("bandwidth", "flops", "calibrate", "dry_run"):
+        if getattr(args, name):
+            raise UsageError(f"--{name.replace('_', '-')}: needs a model (--layers ...), got --params alone")
+    recipe = RECIPES[args.precision]
+    parameters = int(args.params) if args.params == int(args.params) else args.params
+    rows = []
+    for stage in STAGES:
+        state = state_bytes(stage, parameters, args.ranks, recipe)
+        row = {"stage": stage.number, **state, "total": sum(state.values())}
+        if args.memory:
+            row["largest_parameters"] = largest_model(stage, args.ranks, args.memory, recipe)
+        rows.append(row)
+    if args.json:
+        return _json(recipe, parameters, args, rows)
+    divisor, name = unit_for(rows[0]["total"])
+    kinds = ("parameters", "gradients", "optimizer", "total")
+    lines = [("stage", "sharded", *kinds)]
+    for row, sharded in zip(rows, SHARDED, strict=True):
+        lines.append((f"  {row['stage']}", sharded, *(short(row[kind] / divisor) for kind in kinds)))
+    text = (
+        f"{_opening(parameters, args, recipe)}; {name} per rank (1 {name} = {divisor:,} bytes), state alone\n{table(lines, 2)}"
+    )
+    if args.memory:
+        text += f"\nlargest number of parameters whose state alone fits {_bytes(args.memory)} per rank"
+        text += "".join(f"\n  stage {row['stage']}  {row['largest_parameters']:.4g}" for row in rows)
+    return text
+
+
+def _opening(parameters, args, recipe):
+    plural = "s" if args.ranks > 1 else ""
+    return f"{parameters:,.15g} parameters on {args.ranks:,} rank{plural}, {recipe.describe()}"
+
+
+def _json(recipe, parameters, args, rows):
+    return json.dumps(
+        {"recipe": recipe.bytes_per_parameter(), "parameters": parameters, "ranks": args.ranks, "stages": rows}, allow_nan=False
+    )
+
+
+def _bytes(nbytes):
+    divisor, name = unit_for(nbytes)
+    return f"{short(nbytes / divisor)} {name}"
+
+
+# ---- a model ---------------------------------------------------------------------------------------------------------
+
+
+def _of_model(args):
+    """A dry run at each stage, and the questions asked about it."""
+    with named_as_flags():
+        policy = Policy(args.precision, args.prefetch, args.recompute)
+    setting = Setting(
+        lambda layers: build_model(args, layers=layers or args.layers),
+        args.ranks,
+        policy,
+        args.micro_batch,
+        args.accumulate,
+        args.reduction,
+    )
+    walks = [setting.walk(stage.number) for stage in STAGES]
+    speed = _speed(args)
+    limits = [_limits(setting, walk, args.memory) for walk in walks] if args.memory else []
+    turning = [ranks_that_pay(setting, stage.number, speed) for stage in STAGES] if speed else []
+    recipe = policy.recipe
+    if args.json:
+        rows = [walk.entry() for walk in walks]
+        for row, walk, limit, turn in zip(rows, walks, limits or STAGES, turning or STAGES, strict=True):
+            row |= limit if limits else {}
+            if speed:
+                compute, comm = speed.compute_s(walk), speed.comm_s(walk)
+                row |= {"compute_s": compute, "comm_s": comm, "step_s": [max(compute, comm), compute + comm]}
+                row |= {"ranks_that_pay": turn[0] if turn[1] else None}
+        return _json(recipe, walks[0].elements, args, rows)
+    parts = [f"{_opening(walks[0].elements, args, recipe)}\n{_run(args)}", _memory(walks)]
+    parts += [_fits(limits, args)] if limits else []
+    parts += [_times(walks, turning, speed, args)] if speed else []
+    parts += [_moved(walks, args)] if args.dry_run else []
+    return "\n\n".join(parts)
+
+
+def _run(args):
+    """The run in words."""
+    batch = args.micro_batch * args.accumulate * args.ranks
+    attention = f", {4 if args.heads is None else args.heads} heads" if args.model == "transformer" else ""
+    return (
+        f"{args.model}: {args.layers} layers, width {args.width:,}{attention}, context {args.context:,}, vocab {args.vocab:,};"
+        f" a step is {args.micro_batch} x {args.accumulate} x {args.ranks:,} = {batch:,} sequences; prefetch {args.prefetch},"
+        f" recompute {'on' if args.recompute else 'off'}"
+    )
+
+
+def _speed(args):
+    """The Speed of the flags, or None where they name none."""
+    if args.calibrate:
+        if args.flops or args.bandwidth:
+            raise UsageError("--calibrate: names both speeds; got --flops or --bandwidth too")
+        try:
+            return speed_of(json.loads(Path(args.calibrate).read_text(encoding="utf-8")), args.calibrate)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{args.calibrate}: expected the JSON of a bench ({error})") from None
+    if (args.flops is None) != (args.bandwidth is None):
+        raise UsageError("--bandwidth: a step's time needs it and --flops, got one of them")
+    return Speed(args.flops, args.bandwidth) if args.flops else None
+
+
+def _memory(walks):
+    """Bytes per rank by kind, and where the step is at its peak."""
+    divisor, name = unit_for(max(walk.peak for walk in walks))
+    lines = [("stage", "sharded", "parameters", "gradients", "optimizer", "full", "work", "activations", "temporaries", "peak")]
+    for walk, sharded in zip(walks, SHARDED, strict=True):
+        figures = [walk.at_peak[kind] for kind in (*lines[0][2:9], "total")]
+        lines.append((f"  {walk.stage.number}", sharded, *(short(figure / divisor) for figure in figures), f"in {walk.place}"))
+    return f"{name} per rank (1 {name} = {divisor:,} bytes) at the peak of a step; the columns add up to it\n" + table(lines, 2)
+
+
+def _limits(setting, walk, memory):
+    """The largest model and the largest micro-batch that fit, at the stage of the walk."""
+    stage = walk.stage.number
+    layers = largest(lambda n: setting.walk(stage, layers=n).peak, memory)
+    state = largest_model(walk.stage, setting.ranks, memory, setting.policy.recipe)
+    found = {"largest_parameters": state, "largest_layers": layers}
+    found["largest_micro_batch"] = largest(lambda n: setting.walk(stage, micro_batch=n).peak, memory)
+    return found
+
+
+def _fits(limits, args):
+    """The answers to --memory. Raises UsageError where not even one layer fits at any stage."""
+    if not any(limit["largest_layers"] for limit in limits):
+        raise UsageError(f"--memory: not even 1 layer fits into {args.memory:,.15g} bytes per rank at any stage")
+    lines = [("stage", "parameters (state alone)", "layers (whole step)", "micro-batch (whole step)")]
+    for stage, limit in zip(STAGES, limits, strict=True):
+        counts = [limit["largest_layers"], limit["largest_micro_batch"]]
+        said = ["none" if not n else f"{n:,}" + (" or more" if n == HIGHEST else "") for n in counts]
+        lines.append((f"  {stage.number}", f"{limit['largest_parameters']:.4g}", *said))
+    return f"largest that fits {_bytes(args.memory)} per rank, all else as above\n{table(lines)}"
+
+
+def _times(walks, turning, speed, args):
+    """What a step may take: the arithmetic and the messages, hidden behind each other or not at all."""
+    lines = [("stage", "compute", "messages", "share", "step, all hidden", "step, none hidden", "ranks that pay")]
+    for walk, (ranks, found) in zip(walks, turning, strict=True):
+        compute, comm = speed.compute_s(walk), speed.comm_s(walk)
+        times = [seconds(compute), seconds(comm), f"{comm / (compute + comm):.1%}", seconds(max(compute, comm))]
+        pays = f"{ranks:,}" if found else f"{ranks:,} and more"
+        lines.append((f"  {walk.stage.number}", *times, seconds(compute + comm), pays))
+    source = args.calibrate or "the flags"
+    return (
+        f"time of a step at {speed.flops:.3g} FLOPs/s and {speed.bandwidth:.3g} bytes/s per rank ({source}): matrix products\n"
+        "and messages alone. Ranks that pay: at the same global batch, where messages come to take as long as the products\n"
+        + table(lines)
+    )
+
+
+def _moved(walks, args):
+    """The walk's collectives, beside the closed form (paper, section 7)."""
+    lines = [("stage", "collective", "calls", "elements", "formula", "bytes sent", "of which padding")]
+    for walk in walks:
+        formula = elements_moved(walk.stage, walk.schedule, walk.unit_sizes, args.accumulate, walk.reduce_each)
+        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            moved = walk.comm[kind]
+            amounts = [f"{moved[name]:,}" for name in ("calls", "elements", "bytes_sent", "padding_bytes")]
+            expected = f"{formula[kind]:,}" if kind in formula else "-"
+            name = "scalars" if kind == "all_reduce" else kind
+            lines.append((f"  {walk.stage.number}", name, *amounts[:2], expected, *amounts[2:]))
+    flops = walks[0].flops
+    return f"moved by rank 0 in a step; {flops:,} FLOPs of matrix products in it\n" + table(lines, 2)
+
+
+if __name__ == "__main__":
+    main()

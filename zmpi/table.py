@@ -1,0 +1,33 @@
+"""Figures in columns, and bytes in a unit that can be read."""
+
+
+def table(rows, left=1):
+    """Lines of text: the first `left` columns are set to the left, the others to the right. Cells are strings."""
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=False))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def unit_for(nbytes):
+    """(divisor, name) of the decimal unit in which so many bytes are read best: 1 GB = 1e9 bytes, as in the paper."""
+    for power, name in ((9, "GB"), (6, "MB"), (3, "kB")):
+        if nbytes >= 10**power:
+            return 10**power, name
+    return 1, "bytes"
+
+
+def short(value):
+    """A figure with one decimal; two below 1; none where it would be 0."""
+    text = f"{value:,.1f}" if value >= 1 or value == 0 else f"{value:.2g}"
+    return text.removesuffix(".0")
+
+
+def seconds(value):
+    """A duration in the unit in which it is read best."""
+    for factor, name in ((1, "s"), (1e3, "ms")):
+        if value * factor >= 1:
+            return f"{value * factor:,.1f} {name}"
+    return f"{value * 1e6:,.1f} us"

@@ -1,0 +1,167 @@
+"""An engine whose ledger is told what is being done: the same steps, to the bit, for those who want to look on.
+
+    WatchedZeRO     names each verb of the loop to its ledger as it begins and ends
+    Watch           a ledger that listens; trace.py writes it down, Memory looks at what is alive
+
+The engine itself knows nothing of this, and pays nothing for it.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from zmpi.engine import ZeRO
+from zmpi.ledger import OWNED, WORK, Ledger
+from zmpi.unit import Unit
+
+
+class Watch(Ledger):
+    """A ledger that hears which verb is at work, and on what (a unit, or for forward and backward a layer)."""
+
+    def __init__(self):
+        super().__init__()
+        self.place = ("", "")  # the verb at work; between two, the last one
+
+    def begin_step(self):
+        super().begin_step()
+        self.place = "at the start", ""
+
+    @contextmanager
+    def doing(self, verb, name):
+        """Around a verb. They do not nest."""
+        self.place = verb, name
+        self.began()
+        yield
+        self.place = f"after {verb}", name
+        self.ended()
+
+    def began(self):
+        """The verb in `place` begins."""
+
+    def ended(self):
+        """The verb in `place` is over."""
+
+
+class WatchedUnit(Unit):
+    """A unit that says what it does. A verb that has nothing to do at this stage is not said."""
+
+    def gather(self):
+        if self.rules.stage.parameters and self.full is None:
+            with self._doing("gather"):
+                super().gather()
+
+    def weights(self):
+        if self._gather is None:
+            return super().weights()
+        with self._doing("wait"):
+            return super().weights()
+
+    def free(self):
+        if self.full is not None or self.widened is not None:
+            with self._doing("free"):
+                super().free()
+
+    def reduce(self, first, last):
+        with self._doing("reduce"):
+            super().reduce(first, last)
+
+    def update(self, optimizer, t, factor):
+        with self._doing("update"):
+            super().update(optimizer, t, factor)
+
+    def _doing(self, verb):
+        return self.rules.ledger.doing(verb, self.layout.name)
+
+
+class WatchedZeRO(ZeRO):
+    """The engine, with `make_ledger` a Watch."""
+
+    make_ledger = Watch
+    make_unit = WatchedUnit
+
+    def _forward(self, visit, w, x, saved):
+        with self.ledger.doing("forward", self.model.layers[visit.layer].name):
+            return super()._forward(visit, w, x, saved)
+
+    def _backward(self, visit, w, saved, dy, first):
+        with self.ledger.doing("backward", self.model.layers[visit.layer].name):
+            return super()._backward(visit, w, saved, dy, first)
+
+
+def watched(engine, ledger):
+    """The engine class, a ZeRO or one with other parts, as it looks to those who watch: `ledger()` makes its Watch."""
+    unit = WatchedUnit if engine.make_unit is Unit else type("WatchedUnit", (WatchedUnit, engine.make_unit), {})
+    parts = {"make_ledger": staticmethod(ledger), "make_unit": unit}
+    return type(f"Watched{engine.__name__}", (WatchedZeRO, engine), parts)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is alive at one point of a step, in bytes."""
+
+    verb: str
+    name: str
+    tracked: dict  # kind of memory -> bytes
+    activations: int  # what is alive between two verbs and is in no other book: saved tensors, and what the next layer reads
+    total: int  # highest, until the next Moment
+
+    @property
+    def temporaries(self):
+        """What the verb needs while it works."""
+        return self.total - self.activations - sum(self.tracked.values())
+
+    def by_kind(self):
+        """{"parameters", "gradients", "optimizer", "full", "work", "activations", "temporaries", "total"}."""
+        owned = {kind: self.tracked.get(kind, 0) for kind in OWNED}
+        work = sum(self.tracked.get(kind, 0) for kind in WORK)
+        rest = {"activations": self.activations, "temporaries": self.temporaries, "total": self.total}
+        return {**owned, "full": self.tracked.get("full", 0), "work": work, **rest}
+
+
+class Memory(Watch):
+    """A ledger that also looks at all array memory, whoever made it, at every verb and every array it books.
+
+    `read()` gives (bytes of arrays alive, highest since the last read). What was alive before the step and is in no book
+    (the inputs) does not count.
+    """
+
+    def __init__(self, read):
+        super().__init__()
+        self.moments = []  # of the last step
+        self._read = read
+        self._before = self._activations = 0
+        self._open = None  # (place, tracked, activations) since the last look
+
+    def begin_step(self):
+        super().begin_step()
+        self.moments, self._open = [], None
+        self._before = self._read()[0] - sum(self.alive.values())
+        self._look(between=True)
+
+    def began(self):
+        self._look(between=True)
+
+    def ended(self):
+        self._look(between=True)
+
+    def track(self, kind, array):
+        super().track(kind, array)
+        self._look()
+        return array
+
+    def _look(self, between=False):
+        """Close the moment that began with the last look, and open the next one."""
+        now, highest = self._read()
+        if self._open is not None:
+            self.moments.append(Moment(*self._open, highest - self._before))
+        if between:
+            self._activations = now - self._before - sum(self.alive.values())
+        tracked = {kind: nbytes for kind, nbytes in self.alive.items() if nbytes}
+        self._open = (*self.place, tracked, self._activations)
+
+    def highest(self):
+        """The Moment of the step in which most is alive; of several, the last: a new array is in the books only then."""
+        return max(reversed(self.moments), key=lambda moment: moment.total)
+
+    def highest_activations(self):
+        """The most bytes that lay between two verbs."""
+        return max(moment.activations for moment in self.moments)
