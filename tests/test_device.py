@@ -10,7 +10,7 @@ from mpirun import ROOT, run_world
 sys.path.insert(0, str(ROOT / "tests" / "world"))
 from fake_cuda import Cuda
 
-from zmpi.device import Gpu, choose_device
+from zmpi.device import Gpu, choose_device, find_cupy
 from zmpi.transport import choose_transport, cuda_awareness
 
 # ---- the device ------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_the_librarys_own_word_is_taken(library, kinds, environ, aware, said):
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif("cupy" in sys.modules, reason="CuPy is there")
+@pytest.mark.skipif(find_cupy()[0] is not None, reason="there is a GPU")
 @pytest.mark.parametrize("flags", [["--device", "cuda"], ["--device", "cpu", "--transport", "direct"]])
 def test_what_cannot_be_done_is_one_line(flags):
     world = run_world(2, ["-m", "zmpi.train", "--steps", "1", *flags], timeout=60)
