@@ -9,6 +9,7 @@ import numpy as np
 
 from models.ops import ROWS, attention_scores, by_head, future_mask
 from models.transformer import Block, Embedding
+from models.twins import on_gpu
 
 
 class Cache:
@@ -53,6 +54,7 @@ class Cache:
         return y_BRC, None
 
 
+@on_gpu
 def attention_to_all(q_HRD, k_HSD, v_HSD, y_HRD):
     """y = softmax(q k^T / sqrt(D) + mask) v into y, as in ops.attention; the R rows are the last of the S positions."""
     R, before = q_HRD.shape[1], k_HSD.shape[1] - q_HRD.shape[1]

@@ -5,8 +5,9 @@ Shapes: B windows, T = `context` tokens each, C = `width`, V = `vocab`, F the fe
 
 import math
 
+from models.fused import bias_gelu, bias_gelu_backward, product, product_backward
 from models.layer import Layer, check_sizes, init_normal
-from models.ops import cross_entropy, embedding, embedding_backward, gelu, gelu_backward, linear, linear_backward
+from models.ops import cross_entropy, embedding, embedding_backward, linear, linear_backward
 
 
 class MLP:
@@ -86,13 +87,14 @@ class Hidden(Linear):
         super().__init__(name, n_in, n_out, math.sqrt(2 / n_in))
 
     def forward(self, w, x_BF):
-        before_BF, x_BF = super().forward(w, x_BF)
-        return gelu(before_BF), (x_BF, before_BF)
+        before_BF = product(x_BF, w["weight"])
+        return bias_gelu(before_BF, w["bias"]), (x_BF, before_BF)
 
     def backward(self, w, dw, saved, dy_BF):
         # y = gelu(x @ weight + bias)
         x_BF, before_BF = saved
-        return super().backward(w, dw, x_BF, gelu_backward(dy_BF, before_BF))
+        dy_BF = bias_gelu_backward(dy_BF, before_BF, dw["bias"])
+        return product_backward(dy_BF, x_BF, w["weight"], dw["weight"])
 
 
 class Head(Linear):

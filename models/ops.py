@@ -3,16 +3,17 @@
 Shapes: B sequences, T positions, C channels, H heads, D = C / H, F features of a linear map, N rows (B and T
 flattened), V vocabulary, R rows of one block, S keys that a block of rows may see. `...` stands for any leading axes.
 
-A forward never writes its inputs and returns new memory. A backward takes the gradient of its forward's output first
-and accumulates (`+=`) into the gradients of parameters; where it may overwrite `dy`, its docstring says so. All results
-have the dtype of the inputs. Only functions that dispatch on the type of array are used: one source for NumPy and CuPy.
-
-Long chains of elementwise steps run over blocks of rows that stay in the cache, in place.
+A forward never writes its inputs and returns new memory. A backward takes the gradient of its forward's output first and
+accumulates (`+=`) into the gradients of parameters; where it may overwrite `dy`, its docstring says so. All results have
+the dtype of the inputs. Only functions that dispatch on the type of array are used: one source for NumPy and CuPy. Long
+elementwise chains run in place, over blocks of rows that stay in the cache.
 """
 
 import math
 
 import numpy as np
+
+from models.twins import on_gpu
 
 BLOCK = 1 << 16  # elements: 256 KiB of float32, a few of which fit into a level 2 cache
 ROWS = 64  # rows of attention scores at once: small blocks skip more of the future, large ones multiply faster
@@ -36,6 +37,11 @@ def flat_rows(x):
 # ---- linear ----------------------------------------------------------------------------------------------------------
 
 
+def add_product(dw_MN, a_MK, b_KN):
+    """dw += a @ b. On a GPU dw may be wider than a and b, and what is added is not rounded to their 16 bits."""
+    dw_MN += np.matmul(a_MK, b_KN)
+
+
 def linear(x, w_CF, b_F):
     """y = x @ w + b, (..., C) -> (..., F)."""
     y_NF = np.matmul(flat_rows(x), w_CF)
@@ -46,7 +52,7 @@ def linear(x, w_CF, b_F):
 def linear_backward(dy, x, w_CF, dw_CF, db_F):
     """Of y = x @ w + b: returns dx = dy @ w.T in new memory, adds x.T @ dy onto dw and the sum of dy's rows onto db."""
     dy_NF = flat_rows(dy)
-    dw_CF += np.matmul(flat_rows(x).T, dy_NF)
+    add_product(dw_CF, flat_rows(x).T, dy_NF)
     db_F += dy_NF.sum(axis=0)
     return np.matmul(dy_NF, w_CF.T).reshape(x.shape)
 
@@ -181,9 +187,8 @@ def attention_scores(q_HRD, k_HSD, mask):
 def attention(qkv_BTF, heads):
     """y = softmax(q k^T / sqrt(D) + mask) v for every head, (B, T, 3C) -> (B, T, C): Vaswani et al. 2017.
 
-    Works on ROWS rows at a time and never holds all T x T scores. Returns y and lse (B, H, T, 1), the logarithm of
-    each row's sum of exponentials, from which the backward gets the probabilities again: p = exp(scores - lse)
-    (Dao et al. 2022).
+    Works on ROWS rows at a time and never holds all T x T scores. Returns y and lse (B, H, T, 1), the logarithm of each
+    row's sum of exponentials: the backward gets the probabilities from it, p = exp(scores - lse) (Dao et al. 2022).
     """
     B, T, F = qkv_BTF.shape
     y_BTC = np.empty_like(qkv_BTF, shape=(B, T, F // 3))
@@ -286,3 +291,10 @@ def cross_entropy(logits_NV, targets_N, divisor):
         z_RV[at_target] -= weight_R1[:, 0]
     losses_N1 *= counted_N1
     return float(losses_N1.sum(dtype=np.float64)), logits_NV
+
+
+# On a GPU the fused twins of kernels.py take over: CuPy's arrays are handed to them.
+add_product, linear, linear_backward, scale_shift = map(on_gpu, (add_product, linear, linear_backward, scale_shift))
+gelu, gelu_backward, attention, attention_backward = map(on_gpu, (gelu, gelu_backward, attention, attention_backward))
+layer_norm, layer_norm_backward, embedding_backward = map(on_gpu, (layer_norm, layer_norm_backward, embedding_backward))
+cross_entropy = on_gpu(cross_entropy)

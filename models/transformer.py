@@ -7,8 +7,10 @@ import math
 
 import numpy as np
 
+from models.fused import bias_gelu, bias_gelu_backward, product, product_backward
 from models.layer import Layer, check_sizes, init_normal
 from models.ops import (
+    add_product,
     attention,
     attention_backward,
     cross_entropy,
@@ -16,7 +18,6 @@ from models.ops import (
     embedding_backward,
     flat_rows,
     gelu,
-    gelu_backward,
     layer_norm,
     layer_norm_backward,
     linear,
@@ -83,7 +84,7 @@ class Embedding(Layer):
         tokens_BT = saved
         embedding_backward(dy_BTC, tokens_BT, dw["wte.weight"])
         dwpe_TC = dw["wpe.weight"][: dy_BTC.shape[1]]
-        dwpe_TC += dy_BTC.sum(axis=0)
+        dwpe_TC += dy_BTC.sum(axis=0, dtype=dwpe_TC.dtype)
         return None
 
 
@@ -129,8 +130,8 @@ class Block(Layer):
         mid_BTC += x_BTC
 
         norm_BTC, norm_2 = layer_norm(mid_BTC, *parameters(w, "ln_2"))
-        hidden_BTF = linear(norm_BTC, *parameters(w, "mlp.c_fc"))
-        y_BTC = linear(gelu(hidden_BTF), *parameters(w, "mlp.c_proj"))
+        hidden_BTF = product(norm_BTC, w["mlp.c_fc.weight"])
+        y_BTC = linear(bias_gelu(hidden_BTF, w["mlp.c_fc.bias"]), *parameters(w, "mlp.c_proj"))
         y_BTC += mid_BTC
         return y_BTC, (norm_1, qkv_BTF, mixed_BTC, lse, norm_2, hidden_BTF)
 
@@ -142,8 +143,9 @@ class Block(Layer):
 
         # y = mid + linear(gelu(linear(layer_norm(mid))))
         d = linear_back(dy_BTC, gelu(hidden_BTF), "mlp.c_proj")
-        d = gelu_backward(d, hidden_BTF)
-        d = linear_back(d, scale_shift(norm_2[0], *parameters(w, "ln_2")), "mlp.c_fc")
+        d = bias_gelu_backward(d, hidden_BTF, dw["mlp.c_fc.bias"])
+        fc = "mlp.c_fc.weight"
+        d = product_backward(d, scale_shift(norm_2[0], *parameters(w, "ln_2")), w[fc], dw[fc])
         d = layer_norm_backward(d, norm_2, w["ln_2.weight"], *parameters(dw, "ln_2"))
         dmid_BTC = np.add(d, dy_BTC, out=dy_BTC)
 
@@ -183,6 +185,6 @@ class Head(Layer):
         norm_f, dy_NV = saved, flat_rows(dy_BTV)
         wte_VC, dwte_VC = w["wte.weight"], dw["wte.weight"]
         norm_BTC = scale_shift(norm_f[0], *parameters(w, "ln_f"))
-        dwte_VC += np.matmul(dy_NV.T, flat_rows(norm_BTC))
+        add_product(dwte_VC, dy_NV.T, flat_rows(norm_BTC))
         d_BTC = np.matmul(dy_NV, wte_VC).reshape(norm_BTC.shape)
         return layer_norm_backward(d_BTC, norm_f, w["ln_f.weight"], *parameters(dw, "ln_f"))

@@ -11,6 +11,7 @@ Only files pass between ranks, and the block sums: no rank ever holds more than 
 import signal
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -146,7 +147,7 @@ def read(zero, manifest, vectors):
         manifest.check(zero.world.rank, zero.world.size)
     with zero.world.agreed():
         wanted = sorted(_ranges(zero, manifest, vectors), key=lambda found: found[:2])
-        _read_ranges(manifest, wanted)
+        _read_ranges(manifest, wanted, zero.world.device)
     with zero.ledger.as_other():
         for unit in zero.units.values():
             unit.restore()
@@ -160,7 +161,7 @@ def _write_shards(zero, path):
     with _closing(BlockWriter(path)) as writer:
         for unit in zero.units.values():
             for shard in unit.shards().values():
-                writer.write(shard)
+                writer.write(zero.world.device.get(shard))
         return writer.finish()
 
 
@@ -176,12 +177,12 @@ def _ranges(zero, manifest, vectors):
                     yield piece.file, piece.byte, target[piece.start - first : piece.stop - first]
 
 
-def _read_ranges(manifest, wanted):
+def _read_ranges(manifest, wanted, device):
     """Read the ranges in the order in which they lie: so each block is read once."""
     for file in sorted({found[0] for found in wanted}):
         with manifest.open(file) as reader:
             for _, byte, target in (found for found in wanted if found[0] == file):
-                reader.read(byte, target)
+                device.read_into(target, partial(reader.read, byte))
 
 
 def _refuse_others(manifest, zero):

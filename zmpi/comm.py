@@ -1,15 +1,19 @@
 """Message passing: the only file that imports mpi4py. `World` is the processes, `Communicator` the collectives of a run.
 
 A shard is a contiguous slice of its unit's vector, so a collective over a unit needs no copy: message buffers are the
-vectors themselves, cut into chunks of a bounded size (paper, section 6.2, C_B). In a chunk each rank's part is one
+vectors themselves, cut into chunks of a bounded size (paper, section 6.2, C_B). How a vector's memory comes before MPI,
+a GPU's too, is for transport.py: MPI is handed addresses, never arrays. In a chunk each rank's part is one
 element of a derived datatype whose extent is a whole shard; so no count, no sum of counts and no displacement ever
 comes near 2^31, however large the unit is.
 """
 
+import ctypes
 import os
 import sys
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
+from math import inf
 from time import perf_counter
 
 import numpy as np
@@ -18,9 +22,10 @@ from zmpi.device import choose_device
 from zmpi.guard import UsageError, arm
 from zmpi.launch import lonely_launch, set_threads
 from zmpi.layout import chunks
+from zmpi.sums import add_in_order
+from zmpi.transport import Paced, check_vector, choose_transport, cuda_awareness, ways
 
 CHUNK_BYTES = 16 << 20  # of one collective over all ranks: MPI's collectives are fastest between 1 and 16 MiB
-REDUCE_BLOCK = 1 << 16  # elements that are summed over ranks at a time, so that the running sum stays in cache
 
 
 class _Mpi:
@@ -42,6 +47,8 @@ class World:
     Making one arms the process (see guard.py). `timeout` is in seconds; a collective that takes longer ends the run.
     """
 
+    transport, transport_why = "host", ""  # how vectors reach MPI (see transport.py), and why so
+
     def __init__(self, device="auto", transport="auto", reduction="auto", timeout=300):
         self.mpi = MPI.COMM_WORLD
         self.rank, self.size = self.mpi.rank, self.mpi.size
@@ -49,16 +56,16 @@ class World:
         self.guard = arm(self.mpi, self.mpi.Abort, MPI.Is_finalized, multiple)
         self.guard.program = _program()
         self.guard.meet(timeout)
+        local_rank = self._rank_on_this_node()
         with self.agreed():
             lonely = lonely_launch(os.environ, self.size, self.library)
             if lonely:
                 raise ValueError(lonely)
-            self.device = choose_device(device)
-            if transport not in ("auto", "direct", "staged"):
-                raise ValueError(f"--transport: expected auto, direct or staged; got {transport!r}")
+            self.device = choose_device(device, local_rank)
             if reduction not in ("auto", "mpi", "ordered"):
                 raise ValueError(f"--reduction: expected auto, mpi or ordered; got {reduction!r}")
-        self.transport, self.reduction = "host", reduction
+        self.transport, self.transport_why = self.transport_for(self.device.name, transport)
+        self.reduction = reduction
         self.threads = set_threads(os.environ)  # as they were set before NumPy was loaded
 
     def twin(self, reduction=None, alone=False):
@@ -68,6 +75,22 @@ class World:
         if alone:
             twin.mpi, twin.rank, twin.size = MPI.COMM_SELF, 0, 1
         return twin
+
+    def transport_for(self, device, asked="auto"):
+        """(transport, why) of arrays on a device, "cpu" or "cuda", on this MPI. Collective; touches no GPU."""
+        kinds = self.mpi.Get_info().get("mpi_memory_alloc_kinds", "")
+        answer = device, *cuda_awareness(ctypes.CDLL(MPI.__file__), kinds, os.environ)
+        with self.guard.waiting("agreement"):
+            answers = self.mpi.allgather(answer)
+        with self.agreed():
+            return choose_transport(asked, answers)
+
+    def _rank_on_this_node(self):
+        with self.guard.waiting("agreement"):
+            node = self.mpi.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+            rank = node.rank
+            node.Free()
+        return rank
 
     @property
     def library(self):
@@ -118,12 +141,14 @@ class Communicator:
     """
 
     def __init__(self, world, ledger, reduction, chunk_bytes=CHUNK_BYTES):
-        self.mpi, self.guard, self.ledger = world.mpi, world.guard, ledger
-        self.xp, self.size, self.rank = world.device.xp, world.size, world.rank
+        self.mpi, self.guard, self.ledger, self.xp = world.mpi, world.guard, ledger, world.device.xp
+        self.size, self.rank = world.size, world.rank
         self.shards, self.shard = self.size, self.rank
         self.reduction, self.ordered = reduction, reduction == "ordered"
         self.chunk_bytes = chunk_bytes
+        self._gathers, self._reductions = ways(world.transport, world.device, ledger)
         self.in_flight = 0  # gathers that were started and not yet waited for
+        self._latest = None  # the last gather's requests
         self._message = None  # the one receive (and packing) buffer of reductions
         self._rows = {}  # (elements, extent in elements, type) -> derived datatype
 
@@ -134,19 +159,16 @@ class Communicator:
 
         Neither vector may be touched before that. Where `shard` is the owner's own slice of `full` it is sent from there.
         """
-        _check(shard, layout.shard_length, full.dtype)
-        _check(full, layout.padded, full.dtype)
-        kind, length = _mpi_type(full), layout.shard_length
-        in_place = _address(shard) == _address(full) + self.shard * shard.nbytes
-        requests = []
-        for start, stop in self._chunks(layout, full.itemsize):
-            send = MPI.IN_PLACE if in_place else [_memory(shard, start, stop), stop - start, kind]
-            into = [_memory(full, start), 1, self._row(stop - start, length, kind)]
-            requests.append(self.mpi.Iallgather(send, into))
+        check_vector(shard, layout.shard_length, full.dtype)
+        check_vector(full, layout.padded, full.dtype)
+        way, cuts = self._gathers, self._chunks(layout, full.itemsize)
+        if self._latest and way.depth < inf:
+            self._latest.Wait()  # its pinned buffers are needed
+        self._latest = Paced(way, cuts, partial(self._post, shard, full), partial(way.arrived, full, self.shards))
         padding = layout.padding(layout.shard(self.shard))
-        self._book("all_gather", layout, len(requests), padding, full.itemsize)
+        self._book("all_gather", layout, len(cuts), padding, full.itemsize)
         self.in_flight += 1
-        return Gather(self, layout.name, requests, (shard, full))
+        return Gather(self, layout.name, [self._latest], (shard, full))
 
     def reduce_scatter(self, layout, full, out, fresh):
         """Sum every rank's `full` and keep the own slice: assigned to `out` (`fresh`), or added onto it.
@@ -154,8 +176,10 @@ class Communicator:
         `out` is of shard length; it may be the own slice of `full`. It is in the gradient type or wider; sums are always
         made in the wider type and rounded once, so a 16-bit `out` must be fresh.
         """
-        _check(full, layout.padded, self._message.dtype)
-        _check(out, layout.shard_length, full.dtype if out.dtype == full.dtype else np.result_type(full.dtype, np.float32))
+        check_vector(full, layout.padded, self._message.dtype)
+        check_vector(
+            out, layout.shard_length, full.dtype if out.dtype == full.dtype else np.result_type(full.dtype, np.float32)
+        )
         pieces = self._chunks(layout, full.itemsize)
         for start, stop in pieces:
             began = perf_counter()
@@ -185,24 +209,37 @@ class Communicator:
         chunk = min(longest, self._chunk_elements(itemsize))
         rows = self.shards if self.ordered or chunk < longest else 0  # `mpi` packs only what it has to cut
         self._message = self.ledger.track("message", self.xp.empty((rows + (not self.ordered)) * chunk, dtype))
+        for way in {self._gathers, self._reductions}:
+            way.reserve(max(8 * self.shards, min(self.chunk_bytes, 8 * self.shards * longest)))  # 8: the widest type's bytes
 
     # -- how they are made of MPI calls ---------------------------------------------------------------------------
 
+    def _post(self, shard, full, start, stop):
+        """Start the gather of one chunk."""
+        kind, way = _mpi_type(full), self._gathers
+        mine, into = way.outgoing(shard, 1, start, stop), way.incoming(full, self.shards, start, stop)
+        in_place = mine.address == into.address + self.shard * into.extent * full.itemsize
+        send = MPI.IN_PLACE if in_place else [_memory(mine), stop - start, kind]
+        return self.mpi.Iallgather(send, [_memory(into), 1, self._row(stop - start, into.extent, kind)])
+
     def _exchange(self, layout, full, start, stop):
         """One chunk of a reduce-scatter: rows (n, elements) of the message buffer whose sum is the own part."""
-        length, elements = layout.shard_length, stop - start
-        kind = _mpi_type(full)
+        elements, kind, way = stop - start, _mpi_type(full), self._reductions
+        rows = self._message[: (self.shards if self.ordered else 1) * elements]
+        send = way.outgoing(full, self.shards, start, stop)
         if self.ordered:
-            rows = self._message[: self.shards * elements]
-            send = [_memory(full, start), 1, self._row(elements, length, kind)]
-            self.mpi.Alltoall(send, [_memory(rows), elements, kind])
-            return rows.reshape(self.shards, elements)
-        send, result = full, self._message[:elements]
-        if elements < length:
-            send = self._message[elements : elements + self.shards * elements]
-            np.copyto(send.reshape(self.shards, elements), full.reshape(self.shards, length)[:, start:stop])
-        self.mpi.Reduce_scatter_block([_memory(send), elements, kind], [_memory(result), elements, kind], op=MPI.SUM)
-        return result.reshape(1, elements)
+            into = way.incoming(rows, 1, 0, len(rows))
+            self.mpi.Alltoall([_memory(send), 1, self._row(elements, send.extent, kind)], [_memory(into), elements, kind])
+        else:
+            if send.extent > elements:  # Reduce_scatter_block knows no rows with gaps between them
+                packed = self._message[elements : elements + self.shards * elements]
+                columns = full.reshape(self.shards, layout.shard_length)[:, start:stop]
+                np.copyto(packed.reshape(self.shards, elements), columns)
+                send = way.outgoing(packed, 1, 0, len(packed))
+            into = way.incoming(rows, 1, 0, len(rows))
+            self.mpi.Reduce_scatter_block([_memory(send), elements, kind], [_memory(into), elements, kind], op=MPI.SUM)
+        way.arrived(rows, 1, 0, len(rows))
+        return rows.reshape(-1, elements)
 
     def _chunk_elements(self, itemsize):
         return max(1, self.chunk_bytes // (itemsize * self.shards))
@@ -236,37 +273,11 @@ class Gather:
         """Block until the full vector is there."""
         began = perf_counter()
         with self._comm.guard.waiting(f"all_gather {self._unit}"):
-            MPI.Request.Waitall(self._requests)
+            for request in self._requests:
+                request.Wait()
         self._comm.in_flight -= 1
         self._vectors = None
         self._comm.ledger.book("all_gather", self._unit, blocked_s=perf_counter() - began)
-
-
-def add_in_order(rows, out, fresh):
-    """Add the rows (n, elements) onto `out`, or onto zero (`fresh`), one by one from the first to the last.
-
-    A block of the sum is kept in float32 (float64 for float64), and rounded once where `out` is of 16 bits.
-    """
-    wide = out.dtype if out.itemsize >= 4 else np.dtype(np.float32)
-    for start in range(0, len(out), REDUCE_BLOCK):
-        part = out[start : start + REDUCE_BLOCK]
-        total = part if part.dtype == wide else np.empty_like(part, dtype=wide)
-        if fresh:
-            total.fill(0)
-        with np.errstate(over="ignore", invalid="ignore"):  # an overflow (and inf - inf) is found in the norm
-            for row in rows:
-                np.add(total, row[start : start + REDUCE_BLOCK], out=total)
-            if total is not part:
-                np.copyto(part, total, casting="same_kind")
-
-
-def _check(vector, length, dtype):
-    """A buffer that MPI reads or writes must be what it seems: a strided view would be sent (or filled) wrongly."""
-    if vector.ndim != 1 or not vector.flags.c_contiguous or vector.size != length or vector.dtype != dtype:
-        raise ValueError(
-            f"message buffer: expected a contiguous vector of {length} elements of {dtype}, got shape {vector.shape},"
-            f" strides {vector.strides}, {vector.dtype}"
-        )
 
 
 def _mpi_type(vector):
@@ -274,15 +285,9 @@ def _mpi_type(vector):
     return {"f4": MPI.FLOAT, "f8": MPI.DOUBLE}.get(vector.dtype.str[1:], MPI.UINT16_T)
 
 
-def _address(vector):
-    """Where a vector's memory starts. The seam for device memory: MPI is handed addresses, never arrays."""
-    return vector.ctypes.data
-
-
-def _memory(vector, start=0, stop=None):
-    """The memory of vector[start:stop], for MPI. The caller keeps the vector alive."""
-    stop = len(vector) if stop is None else stop
-    return MPI.buffer.fromaddress(_address(vector) + start * vector.itemsize, (stop - start) * vector.itemsize)
+def _memory(place):
+    """A Place's memory, for MPI. The caller keeps what it belongs to alive."""
+    return MPI.buffer.fromaddress(place.address, place.nbytes)
 
 
 def _program():

@@ -1,9 +1,7 @@
 """mpirun -n 2 python -m zmpi.doctor: is this MPI usable, is it CUDA-aware, what has each rank, how fast are messages?"""
 
-import ctypes
 import os
 import platform
-import sys
 from statistics import median
 from time import perf_counter
 
@@ -39,13 +37,14 @@ def main(argv=None):
     ranks = _everyone(world, _own_facts(world))
     rates, wrong = _rates(world)
     wrong = [text for text in _everyone(world, wrong) if text]
-    aware, how = cuda_awareness(world)
-    aware = min(_everyone(world, aware))
+    gpus_way, how = world.transport_for("cuda")
+    aware = gpus_way == "direct"
     if world.rank == 0:
         standard, threads = world.standard
         print(f"MPI       {' '.join(world.library.split())}; standard {standard}, thread level {threads}")
         print(f"launcher  {launcher(os.environ)}, {world.size} rank{'s' if world.size > 1 else ''}")
-        print(f"CUDA      {'aware' if aware else 'not aware'} ({how})")
+        print(f"CUDA      {'aware' if aware else 'not aware'}; arrays on GPUs would go {gpus_way} ({how})")
+        print(f"transport {world.transport} ({world.transport_why}), device {world.device.name} {_chosen(world.device)}")
         print(table([("rank", "host", "processor", "cores", "threads", "device"), *ranks], left=3))
         print(rates)
         print(verdict(world, threads, aware, wrong), flush=True)
@@ -66,23 +65,15 @@ def verdict(world, threads, aware, wrong):
     return "verdict: usable; " + "; ".join(remarks)
 
 
-def cuda_awareness(world):
-    """(whether this MPI says that it takes device memory, who said so). It is asked, never tried: that could crash."""
-    binding = sys.modules["mpi4py.MPI"].__file__  # through which the names of the MPI that it loaded are found
-    query = getattr(ctypes.CDLL(binding), "MPIX_Query_cuda_support", None)
-    if query is not None:
-        return bool(query()), "MPIX_Query_cuda_support says so"
-    kinds = world.mpi.Get_info().Get("mpi_memory_alloc_kinds")
-    if kinds is not None:
-        return "cuda" in kinds.split(","), f"mpi_memory_alloc_kinds = {kinds}"
-    return False, "this MPI has no way to ask it"
-
-
 def _own_facts(world):
     """This rank's row."""
     own, _ = cores(os.environ)
     device = world.device.name
     return str(world.rank), platform.node(), cpu_name(), str(own), str(world.threads), device
+
+
+def _chosen(device):
+    return f"(auto: {device.why})" if device.why else "(asked for)"
 
 
 def _everyone(world, value):
@@ -106,15 +97,16 @@ def _rates_at(world, elements):
     comms = [Communicator(world, Ledger(), reduction) for reduction in ("mpi", "ordered")]
     for comm in comms:
         comm.reserve([layout], np.float32)
-    shard = np.full(layout.shard_length, world.rank + 1, np.float32)
-    full, out = np.zeros(layout.padded, np.float32), np.zeros(layout.shard_length, np.float32)
+    put, get = world.device.put, world.device.get
+    shard = put(np.full(layout.shard_length, world.rank + 1, np.float32))
+    full, out = put(np.zeros(layout.padded, np.float32)), put(np.zeros(layout.shard_length, np.float32))
     cells = [_rate(world, layout, lambda: comms[0].all_gather(layout, shard, full).wait())]
-    if not np.array_equal(full, np.repeat(np.arange(1, world.size + 1, dtype=np.float32), layout.shard_length)):
+    if not np.array_equal(get(full), np.repeat(np.arange(1, world.size + 1, dtype=np.float32), layout.shard_length)):
         wrong = f"an all-gather of {elements:,} elements brought wrong numbers to rank {world.rank}"
     full.fill(world.rank + 1)
     for comm in comms:
         cells.append(_rate(world, layout, lambda comm=comm: comm.reduce_scatter(layout, full, out, True)))
-        if not np.all(out == total):
+        if not np.all(get(out) == total):
             wrong = f"a reduce-scatter ({comm.reduction}) of {elements:,} elements was wrong on rank {world.rank}"
     return cells, wrong
 

@@ -65,13 +65,15 @@ class ZeRO:
         self.scaler = self.policy.scaler()
         self.last = None  # the last Step
         self.ledger = self.make_ledger()
+        self.ledger.peak_bytes = world.device.peak_bytes
         self.comm = self.make_communicator(world, self.ledger, reduction)
 
         names = [unit_of(layer) for layer in model.layers]
         self.schedule = self.make_schedule(model.layers, names)
         self.evaluation = evaluation_schedule(model.layers, names)
-        rules = Rules(self.stage, self.policy.recipe, self.comm, self.ledger, world.device, self.optimizer.moments)
-        layouts = [self.make_layout(name, spec.prefix, spec.shapes, self.comm.shards) for name, spec in units(model).items()]
+        recipe, split = world.device.recipe(self.policy.recipe), (self.comm.shards, world.device.align)
+        rules = Rules(self.stage, recipe, self.comm, self.ledger, world.device, self.optimizer.moments)
+        layouts = [self.make_layout(name, spec.prefix, spec.shapes, *split) for name, spec in units(model).items()]
         self.comm.reserve(layouts, self.policy.recipe.gradient)
         self.units = {layout.name: self.make_unit(layout, rules) for layout in layouts}
         self._initialise()
@@ -86,7 +88,7 @@ class ZeRO:
         self.ledger.begin_step()
         counted = self._open(micro_batches)
         losses = []
-        for m, (x, targets) in enumerate(micro_batches):
+        for m, (x, targets) in enumerate(self.world.device.batches(micro_batches)):
             first, last = m == 0, m + 1 == len(micro_batches)
             saved = []
             for visit, upcoming in zip_longest(self.schedule, self.schedule[1:]):
@@ -110,7 +112,7 @@ class ZeRO:
         with self.ledger.as_other():
             counted = self._open(micro_batches)
             losses = []
-            for x, targets in micro_batches:
+            for x, targets in self.world.device.batches(micro_batches):
                 losses.append(self.model.loss(self.forward(x), targets, counted)[0])
             return add_up(self.comm.gather_scalars(losses).T.ravel()) / counted
 
@@ -127,7 +129,7 @@ class ZeRO:
     def _open(self, micro_batches):
         """Agree on the step: every rank brings as many micro-batches. Returns the counted targets of all ranks."""
         mine = sum(int(np.count_nonzero(targets >= 0)) for _, targets in micro_batches)
-        too_large = sum(unit.too_large for unit in self.units.values())
+        too_large = int(sum(unit.too_large for unit in self.units.values()))
         everyone = self.comm.gather_scalars([len(micro_batches), mine, too_large, self.world.guard.stop_requested])
         numbers, counted = everyone[:, 0], int(sum(everyone[:, 1]))
         if everyone[:, 3].any():

@@ -13,19 +13,22 @@ class Layout:
     """The vector of one unit, cut into `shards` equal shards.
 
     `shapes` maps a parameter's local name to its shape, in the order in which they lie; `prefix` + local name is its
-    full name. Zeros follow the last parameter, up to a multiple of lcm(shards, PIECES), so that every shard has the same
-    length, a whole number of the norm's pieces.
+    full name. Each starts at a multiple of `align` elements. Zeros lie between them where that leaves room, and follow
+    the last one up to a multiple of lcm(shards, PIECES), so that every shard has the same length, a whole number of the
+    norm's pieces.
     """
 
     name: str
     prefix: str
     shapes: dict
     shards: int
+    align: int = 1
 
     @cached_property
     def offsets(self):
         """{local name: its first element}."""
-        return dict(zip(self.shapes, accumulate(map(prod, self.shapes.values()), initial=0), strict=False))
+        rooms = (-(-prod(shape) // self.align) * self.align for shape in self.shapes.values())
+        return dict(zip(self.shapes, accumulate(rooms, initial=0), strict=False))
 
     @cached_property
     def elements(self):
@@ -36,7 +39,8 @@ class Layout:
     def padded(self):
         """Elements of the full vector."""
         multiple = lcm(self.shards, PIECES)
-        return -(-self.elements // multiple) * multiple
+        end = max(self.offsets[name] + prod(shape) for name, shape in self.shapes.items())
+        return -(-end // multiple) * multiple
 
     @cached_property
     def shard_length(self):
@@ -54,7 +58,7 @@ class Layout:
 
     def padding(self, part):
         """Padding elements inside a slice of the vector."""
-        return part.stop - max(part.start, min(part.stop, self.elements))
+        return part.stop - part.start - sum(stop - start for _, start, stop in self.spans(part))
 
     def views(self, vector):
         """{local name: view} into a full vector, each in its parameter's shape. The views keep the vector alive."""

@@ -1,15 +1,15 @@
 """The ledger: what was moved and what is alive, in elements and bytes. Counted where it happens, never estimated."""
 
-import resource
-import sys
 import weakref
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from zmpi.memory import peak_resident_bytes
+
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "other")
 OWNED = ("parameters", "gradients", "optimizer")
-WORK = ("partial", "widened", "sum", "message")  # the kinds of work buffers
+WORK = ("partial", "widened", "sum", "message", "pinned")  # the kinds of work buffers; pinned memory is the host's
 
 
 @dataclass
@@ -38,6 +38,7 @@ class Ledger:
         self.alive = Counter()  # kind of memory -> bytes
         self.peak = Counter()  # kind of memory -> highest bytes since the step began
         self.work_peak = 0  # highest sum over the kinds of work buffers
+        self.peak_bytes = peak_resident_bytes  # the highest that the process held, all things together
         self._lives = {}  # id -> the _Life of each array that is alive
         self._as_other = False
 
@@ -106,10 +107,4 @@ class Ledger:
 
     def _memory(self):
         owned = {kind: self.peak[kind] for kind in OWNED}
-        return {**owned, "full_peak": self.peak["full"], "work": self.work_peak, "peak": peak_resident_bytes()}
-
-
-def peak_resident_bytes():
-    """The highest resident memory of this process so far, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+        return {**owned, "full_peak": self.peak["full"], "work": self.work_peak, "peak": self.peak_bytes()}

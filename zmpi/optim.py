@@ -6,8 +6,12 @@ Nothing here knows of ranks; the slices of all ranks together are updated as one
 
 from dataclasses import dataclass
 from math import cos, pi
+from types import SimpleNamespace
 
 import numpy as np
+
+from models.twins import on_gpu
+from zmpi.sums import round_to
 
 BLOCK = 1 << 16  # elements of a block: the five vectors of a block stay within a core's second-level cache
 
@@ -20,12 +24,18 @@ class Slice:
     gradient: np.ndarray  # summed over ranks, in the gradient type; possibly still multiplied by the loss scale
     moments: dict  # {name: vector in the master type}
     decayed: list  # [(start, stop, whether weight decay applies), ...], covering the parameters (not the padding)
+    stored: np.ndarray | None = None  # the parameters, where they are the master rounded to 16 bits
 
     def blocks(self):
         """(start, stop, decays) of at most BLOCK elements each, in order."""
         for start, stop, decays in self.decayed:
             for first in range(start, stop, BLOCK):
                 yield first, min(first + BLOCK, stop), decays
+
+    def round(self):
+        """Bring what is stored up to date."""
+        if self.stored is not None:
+            round_to(self.stored, self.master)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,33 +100,39 @@ class AdamW(_Optimizer):
 
     def update(self, owned, t, factor):
         """Update a Slice in place: update t (counted from 1), with the gradient multiplied by `factor`."""
-        lr = self.rate(t)
-        step_size = lr / (1.0 - self.beta1**t)
-        root_of_correction = (1.0 - self.beta2**t) ** 0.5
-        length = min(BLOCK, len(owned.master))
-        g, scratch = np.empty_like(owned.master, shape=length), np.empty_like(owned.master, shape=length)
-        for start, stop, decays in owned.blocks():
-            p, m, v = (x[start:stop] for x in (owned.master, owned.moments["m"], owned.moments["v"]))
-            g_, s_ = g[: stop - start], scratch[: stop - start]
-            if factor == 1.0:
-                np.copyto(g_, owned.gradient[start:stop])
-            else:
-                np.multiply(owned.gradient[start:stop], factor, out=g_, dtype=g_.dtype)
-            if decays:
-                p *= 1.0 - lr * self.weight_decay
-            np.multiply(g_, 1.0 - self.beta1, out=s_)  # m = beta1 m + (1 - beta1) g
-            m *= self.beta1
-            m += s_
-            np.multiply(g_, g_, out=s_)  # v = beta2 v + (1 - beta2) g^2
-            s_ *= 1.0 - self.beta2
-            v *= self.beta2
-            v += s_
-            np.sqrt(v, out=s_)  # p -= lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
-            s_ /= root_of_correction
-            s_ += self.eps
-            np.divide(m, s_, out=s_)
-            s_ *= step_size
-            p -= s_
+        lr, numbers = self.rate(t), {"factor": factor, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps}
+        numbers |= {"kept": 1.0 - lr * self.weight_decay, "step_size": lr / (1.0 - self.beta1**t)}
+        adamw(owned.master, owned, SimpleNamespace(**numbers, root_of_correction=(1.0 - self.beta2**t) ** 0.5))
+
+
+@on_gpu
+def adamw(master, owned, by):
+    """AdamW's arithmetic on a Slice, whose `master` comes first; `by` holds the numbers of one update."""
+    length = min(BLOCK, len(master))
+    g, scratch = np.empty_like(master, shape=length), np.empty_like(master, shape=length)
+    for start, stop, decays in owned.blocks():
+        p, m, v = (x[start:stop] for x in (master, owned.moments["m"], owned.moments["v"]))
+        g_, s_ = g[: stop - start], scratch[: stop - start]
+        if by.factor == 1.0:
+            np.copyto(g_, owned.gradient[start:stop])
+        else:
+            np.multiply(owned.gradient[start:stop], by.factor, out=g_, dtype=g_.dtype)
+        if decays:
+            p *= by.kept
+        np.multiply(g_, 1.0 - by.beta1, out=s_)  # m = beta1 m + (1 - beta1) g
+        m *= by.beta1
+        m += s_
+        np.multiply(g_, g_, out=s_)  # v = beta2 v + (1 - beta2) g^2
+        s_ *= 1.0 - by.beta2
+        v *= by.beta2
+        v += s_
+        np.sqrt(v, out=s_)  # p -= lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
+        s_ /= by.root_of_correction
+        s_ += by.eps
+        np.divide(m, s_, out=s_)
+        s_ *= by.step_size
+        p -= s_
+    owned.round()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +166,7 @@ class SGD(_Optimizer):
                 np.copyto(g_, velocity)
             g_ *= lr
             p -= g_
+        owned.round()
 
 
 def sum_of_squares(vector):
@@ -159,3 +176,9 @@ def sum_of_squares(vector):
         block = vector[start : start + BLOCK // 8]
         total += float(np.sum(np.square(block, dtype=np.float64)))
     return total
+
+
+@on_gpu
+def sums_of_squares(vector, pieces):
+    """The sum of squares of each of so many equal pieces of a vector, as floats."""
+    return [sum_of_squares(piece) for piece in np.split(vector, pieces)]

@@ -14,7 +14,8 @@ class Recipe:
     parameter: np.dtype  # stored, and what a gather moves
     gradient: np.dtype  # stored, and what a reduce moves
     master: np.dtype  # what the optimizer updates, and the type of its moments and of every sum of gradients
-    compute: np.dtype  # arithmetic, activations and partial gradients
+    compute: np.dtype  # activations, and the weights that they meet
+    partial: np.dtype  # partial gradients of parameters
 
     @property
     def own_master(self):
@@ -44,7 +45,7 @@ class Recipe:
 
 def _recipe(name, stored, wide):
     stored, wide = np.dtype(stored), np.dtype(wide)
-    return Recipe(name, parameter=stored, gradient=stored, master=wide, compute=wide)
+    return Recipe(name, parameter=stored, gradient=stored, master=wide, compute=wide, partial=wide)
 
 
 RECIPES = {

@@ -124,11 +124,17 @@ def opening(zero, args, text):
     return (
         f"zmpi {__version__}: {args.model}, {parameters:,} parameters, stage {zero.stage.number} on {world.size} rank{plural},"
         f" {zero.policy.recipe.describe(len(zero.optimizer.moments))}\n"
-        f"device {world.device.name}, transport {world.transport}, reduction {zero.comm.reduction},"
+        f"{_where(world)}, reduction {zero.comm.reduction},"
         f" {world.threads} thread(s) per rank, {world.library}\n"
         f"data {args.data}: {len(text.train):,} tokens for training, {held_out}; a step is"
         f" {args.micro_batch} x {args.accumulate} x {world.size} sequences (micro-batch x accumulate x ranks)"
     )
+
+
+def _where(world):
+    """Device and transport, and the reason where they were chosen for the user."""
+    device = f"device {world.device.name}" + (f" (auto: {world.device.why})" if world.device.why else "")
+    return f"{device}, transport {world.transport}" + (f" ({world.transport_why})" if world.transport == "staged" else "")
 
 
 def summary(zero, log, seconds):

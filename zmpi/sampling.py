@@ -11,14 +11,14 @@ def generate(zero, tokens, args, limit, closed):
 
     Tokens are drawn below `limit`. closed() on rank 0 ends the loop early, on all ranks.
     """
-    tokens, cache = list(tokens), None
+    tokens, cache, device = list(tokens), None, zero.world.device
     for position in range(args.tokens):
         if isinstance(zero.model, GPT) and cache and cache.length < zero.model.context:
-            logits_V = cache.predict(_window(tokens[-1:]), zero.forward)[0]
+            logits_BV = cache.predict(device.put(_window(tokens[-1:])), zero.forward)
         else:
-            window, cache = tokens[-zero.model.context :], Cache(zero.model)
-            logits_V = cache.predict(_window(window), zero.forward)[0] if isinstance(zero.model, GPT) else _plain(zero, window)
-        mine = draw(logits_V[:limit], args, position)
+            window, cache = device.put(_window(tokens[-zero.model.context :])), Cache(zero.model)
+            logits_BV = cache.predict(window, zero.forward) if isinstance(zero.model, GPT) else zero.forward(window)
+        mine = draw(device.get(logits_BV)[0, :limit], args, position)
         token, ended = zero.comm.gather_scalars([mine, closed()])[0]
         if ended:
             return
@@ -36,11 +36,6 @@ def draw(logits_V, args, position):
     share_V = np.cumsum(np.exp(scaled_V - scaled_V.max()))
     number = np.random.Generator(np.random.Philox(key=args.seed, counter=[position, 0, 0, 0])).random()
     return int(np.searchsorted(share_V, number * share_V[-1], side="right"))
-
-
-def _plain(zero, window):
-    """The logits after a whole window, of a model without a cache."""
-    return zero.forward(_window(window))[0]
 
 
 def _window(tokens):

@@ -78,7 +78,7 @@ class Trial:
             zero.train_step(self.data(step))
             numbers.append((zero.last.loss, zero.last.grad_norm))
         with zero.gathered() as parameters:
-            return Outcome(numbers, {name: np.array(w, np.float64) for name, w in parameters.items()})
+            return Outcome(numbers, {name: np.array(zero.world.device.get(w), np.float64) for name, w in parameters.items()})
 
 
 @dataclass(frozen=True)

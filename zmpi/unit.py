@@ -18,9 +18,10 @@ import numpy as np
 from zmpi.comm import Communicator
 from zmpi.device import Device
 from zmpi.ledger import Ledger
-from zmpi.optim import Slice, sum_of_squares
+from zmpi.optim import Slice, sums_of_squares
 from zmpi.precision import Recipe
 from zmpi.stages import Stage
+from zmpi.sums import round_to
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ class Unit:
         reduced only once, it goes on adding up over the micro-batches, of which `first` is the first.
         """
         if self.partial is None:
-            if self.rules.stage.gradients or self.gradients.dtype != self.rules.recipe.compute:
-                self.partial = self._new("partial", self.layout.padded, self.rules.recipe.compute)
+            if self.rules.stage.gradients or self.gradients.dtype != self.rules.recipe.partial:
+                self.partial = self._new("partial", self.layout.padded, self.rules.recipe.partial)
                 self.partial.fill(0)
             else:
                 self.partial = self.gradients
@@ -135,23 +136,20 @@ class Unit:
 
     def squares(self):
         """The sum of squares of each of this rank's pieces of the gradient, as floats."""
-        return [sum_of_squares(piece) for piece in np.split(self.summed, self.layout.pieces)]
+        return sums_of_squares(self.summed, self.layout.pieces)
 
     # -- update ---------------------------------------------------------------------------------------------------
 
     def update(self, optimizer, t, factor):
         """Let the optimizer update what this rank owns, and make the full vector whole again where it is kept."""
         optimizer.update(self.owned(), t, factor)
-        self._publish()
+        self._complete()
 
-    def _publish(self):
-        """Bring what is made from the masters up to date: rounded parameters, and the full vector where it is kept."""
-        stage, parameters = self.rules.stage, self._updated(self.parameters)
-        if self.master is not None:
-            round_to(parameters, self.master)
-            self.too_large = self._infinite()
-        if stage.optimizer and not stage.parameters:
-            self.rules.comm.all_gather(self.layout, parameters, self.parameters).wait()
+    def _complete(self):
+        """Bring what depends on the owned parameters up to date: the full vector is whole again where it is kept."""
+        self.too_large = 0 if self.master is None else self._infinite()
+        if self.rules.stage.optimizer and not self.rules.stage.parameters:
+            self.rules.comm.all_gather(self.layout, self._mine(self.parameters), self.parameters).wait()
 
     def shards(self):
         """{"master" or a moment's name: view of this rank's shard of it}: the state that a checkpoint holds."""
@@ -162,7 +160,8 @@ class Unit:
         if not self.rules.stage.optimizer:
             for whole in (self._master, *self.moments.values()):
                 self.rules.comm.all_gather(self.layout, self._mine(whole), whole).wait()
-        self._publish()
+        self.owned().round()
+        self._complete()
 
     @property
     def _master(self):
@@ -173,10 +172,12 @@ class Unit:
         """The Slice that this rank updates: views of the vectors it owns."""
         part = self.part if self.rules.stage.optimizer else slice(0, self.layout.padded)
         decayed = [(a, b, len(self.layout.shapes[name]) >= 2) for name, a, b in self.layout.spans(part)]
-        return Slice(self._updated(self._master), self._updated(self.gradients), self.moments, decayed)
+        stored = None if self.master is None else self._updated(self.parameters)
+        return Slice(self._updated(self._master), self._updated(self.gradients), self.moments, decayed, stored)
 
     def fill(self, full):
-        """Take this rank's weights from a full vector in the master type (which is not kept)."""
+        """Take this rank's weights from a full vector of the host's in the master type (which is not kept)."""
+        full = self.rules.device.put(full)
         if self.master is not None:
             np.copyto(self.master, full[self.part] if self.rules.stage.optimizer else full)
         round_to(self.parameters, full[self.part] if self.rules.stage.parameters else full)
@@ -195,7 +196,7 @@ class Unit:
 
     def _infinite(self):
         """How many 16-bit weights of this rank's slice are infinite: each is counted on one rank, at every stage."""
-        return int(np.count_nonzero(np.isinf(self._mine(self.parameters))))
+        return np.count_nonzero(np.isinf(self._mine(self.parameters)))  # an array on a GPU: nobody waits for it here
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -214,9 +215,3 @@ class Unit:
 
     def _new(self, kind, length, dtype):
         return self.rules.ledger.track(kind, self.rules.device.xp.empty(length, dtype))
-
-
-def round_to(narrow, wide):
-    """Assign `wide` to `narrow`, rounded to its type."""
-    with np.errstate(over="ignore"):  # an overflow is no accident here: it is counted, or found in the norm
-        np.copyto(narrow, wide, casting="same_kind")

@@ -1,0 +1,262 @@
+"""Fused twins, on CuPy's arrays, of operations in ops.py: the same names and signatures, the text in kernels.cu.
+
+Weights and activations are of 16 or 32 bits (or 64), and so are results; sums, and gradients of parameters, are made in
+float32 (float64 for float64). Matrix products of 16-bit numbers run on tensor cores and add up in float32.
+"""
+
+import math
+from functools import cache
+from pathlib import Path
+
+import cupy
+import numpy as np
+from cupy_backends.cuda.libs import cublas
+
+from models import cached
+from models.ops import EPS, by_head, flat_rows
+
+THREADS = 256  # of a block: 8 rows, where a row has 32 lanes
+PARTS = 128  # into which rows are cut for sums over columns: a number that no device changes
+DEFINES = {"float16": "-DFLOAT16", "bfloat16": "-DBFLOAT16", "float32": "-DFLOAT32", "float64": "-DFLOAT64"}
+CUDA_TYPES = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1}  # cudaDataType_t
+PRELUDE, SOURCE = (Path(__file__).with_name(name) for name in ("prelude.cuh", "kernels.cu"))
+NOTHING = np.uint64(0)  # a pointer to nothing
+
+
+@cache
+def compiled(source, kind):
+    """The kernels of a .cu file, for one type of number (by its name), compiled at the first use."""
+    text = PRELUDE.read_text() + source.read_text()
+    return cupy.RawModule(code=text, options=("-std=c++17", DEFINES[kind]))
+
+
+def launch(name, kind, size, *arguments, source=SOURCE):
+    """Queue a kernel for arrays of the type `kind`, with `size` threads in all. Whole numbers are passed as Index."""
+    passed = [np.int64(value) if isinstance(value, int) else value for value in arguments]
+    compiled(source, str(kind)).get_function(name)((max(1, -(-size // THREADS)),), (THREADS,), passed)
+
+
+def wide(x):
+    """The type that x's elements are computed and added up in, W of the kernels."""
+    return np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
+
+
+def whole(x):
+    """x, contiguous: kernels know no strides."""
+    return cupy.ascontiguousarray(x)
+
+
+# ---- matrix products -------------------------------------------------------------------------------------------------
+
+
+def multiply(a_BMK, b_BKN, out_BMN, accumulate=False):
+    """out = a @ b, or out += a @ b; of any strides that have one axis of neighbours. `out` may be wider than a and b.
+
+    CuPy's own matmul casts float16 to float32 for more than two axes, and knows no bfloat16 there.
+    """
+    (B, M, K), N = a_BMK.shape, b_BKN.shape[2]
+    (a, of_a, row_a), (b, of_b, row_b), (out, of_out, row_out) = map(_operand, (a_BMK, b_BKN, out_BMN))
+    if of_out or out is not out_BMN:
+        raise ValueError(f"product: expected rows of neighbours to write to, got strides {out_BMN.strides}")
+    scalar = wide(out)
+    one, beta = np.ones((), scalar), np.full((), float(accumulate), scalar)
+    kind = {name: CUDA_TYPES[str(x.dtype)] for name, x in (("a", a), ("b", b), ("out", out))}
+    compute = cublas.CUBLAS_COMPUTE_64F if scalar == np.float64 else cublas.CUBLAS_COMPUTE_32F
+    if not K or not B * M * N:
+        out[...] = out if accumulate else 0
+        return out_BMN
+    # cuBLAS sees matrices by columns, so it multiplies the transposed: out^T = b^T a^T
+    cublas.gemmStridedBatchedEx(
+        *(cupy.cuda.device.get_cublas_handle(), of_b, of_a, N, M, K, one.ctypes.data),
+        *(b.data.ptr, kind["b"], row_b, b.strides[0] // b.itemsize),
+        *(a.data.ptr, kind["a"], row_a, a.strides[0] // a.itemsize, beta.ctypes.data),
+        *(out.data.ptr, kind["out"], row_out, out.strides[0] // out.itemsize),
+        *(B, compute, cublas.CUBLAS_GEMM_DEFAULT),
+    )
+    return out_BMN
+
+
+def _operand(x_BRC):
+    """(array, whether cuBLAS is to transpose it, elements from one row to the next)."""
+    size, (_, rows, columns), (_, R, C) = x_BRC.itemsize, x_BRC.strides, x_BRC.shape
+    if columns == size or (C == 1 and rows >= size):
+        return x_BRC, cublas.CUBLAS_OP_N, max(rows // size, C)
+    if rows == size or R == 1:
+        return x_BRC, cublas.CUBLAS_OP_T, max(columns // size, R)
+    return whole(x_BRC), cublas.CUBLAS_OP_N, C
+
+
+def add_product(dw_MN, a_MK, b_KN):
+    multiply(a_MK[None], b_KN[None], dw_MN[None], accumulate=True)
+
+
+# ---- linear ----------------------------------------------------------------------------------------------------------
+
+
+def linear(x, w_CF, b_F):
+    x_NC = flat_rows(x)
+    y_NF = cupy.empty((len(x_NC), len(b_F)), x.dtype)
+    launch("fill_rows", x.dtype, y_NF.size, whole(b_F), y_NF, y_NF.size, len(b_F))
+    multiply(x_NC[None], w_CF[None], y_NF[None], accumulate=True)
+    return y_NF.reshape(*x.shape[:-1], -1)
+
+
+def linear_backward(dy, x, w_CF, dw_CF, db_F):
+    dy_NF = whole(flat_rows(dy))
+    add_product(dw_CF, flat_rows(x).T, dy_NF)
+    add_columns(dy_NF, db_F)
+    return cupy.matmul(dy_NF, w_CF.T).reshape(x.shape)
+
+
+def add_columns(x_NF, sum_F):
+    """sum += x's rows, one part of them after another."""
+    N, F = x_NF.shape
+    partial = cupy.empty((PARTS, F), wide(x_NF))
+    launch("column_sums", x_NF.dtype, PARTS * _whole_blocks(F), x_NF, partial, N, F, PARTS)
+    _add_parts(partial, sum_F)
+
+
+def _whole_blocks(threads):
+    return -(-threads // THREADS) * THREADS
+
+
+def _add_parts(partial, first, second=NOTHING):
+    parts, count = len(partial), 1 if second is NOTHING else 2
+    launch("add_parts", partial.dtype, partial[0].size, partial, first, second, parts, count, len(first))
+
+
+# ---- GELU ------------------------------------------------------------------------------------------------------------
+
+
+def gelu(x):
+    y, x = cupy.empty(x.shape, x.dtype), whole(x)
+    launch("gelu", x.dtype, x.size, x, NOTHING, y, x.size, 0)
+    return y
+
+
+def bias_gelu(x, b_F):
+    y = cupy.empty(x.shape, x.dtype)
+    launch("gelu", x.dtype, x.size, _same(x), whole(b_F), y, x.size, len(b_F))
+    return y
+
+
+def gelu_backward(dy, x):
+    launch("gelu_backward", x.dtype, x.size, _same(dy), whole(x), NOTHING, *flat_rows(x).shape, 0)
+    return dy.reshape(x.shape)
+
+
+def bias_gelu_backward(dy, x, db_F):
+    N, F = flat_rows(x).shape
+    partial = cupy.empty((PARTS, F), wide(x))
+    launch("gelu_backward", x.dtype, PARTS * _whole_blocks(F), _same(dy), whole(x), partial, N, F, PARTS)
+    _add_parts(partial, db_F)
+    return dy.reshape(x.shape)
+
+
+def _same(x):
+    """x, which is written over: it must be contiguous."""
+    if not x.flags.c_contiguous:
+        raise ValueError(f"expected contiguous memory to write over, got shape {x.shape}, strides {x.strides}")
+    return x
+
+
+# ---- layer norm ------------------------------------------------------------------------------------------------------
+
+
+def layer_norm(x, gain_C, bias_C):
+    x = whole(x)
+    N, C = flat_rows(x).shape
+    y, x_hat, rstd_N1 = cupy.empty(x.shape, x.dtype), cupy.empty(x.shape, x.dtype), cupy.empty((N, 1), wide(x))
+    arrays = x, whole(gain_C), whole(bias_C), y, x_hat, rstd_N1
+    launch("layer_norm", x.dtype, 32 * N, *arrays, N, C, rstd_N1.dtype.type(EPS))
+    return y, (x_hat, rstd_N1)
+
+
+def scale_shift(x_hat, gain_C, bias_C):
+    y = cupy.empty(x_hat.shape, x_hat.dtype)
+    launch("scale_shift", y.dtype, y.size, whole(x_hat), whole(gain_C), whole(bias_C), y, y.size, len(gain_C))
+    return y
+
+
+def layer_norm_backward(dy, saved, gain_C, dgain_C, dbias_C):
+    x_hat, rstd_N1 = saved
+    N, C = flat_rows(x_hat).shape
+    partial = cupy.empty((PARTS, 2, C), rstd_N1.dtype)
+    launch("layer_norm_backward", dy.dtype, PARTS * THREADS, _same(dy), x_hat, rstd_N1, whole(gain_C), partial, N, C)
+    _add_parts(partial, dgain_C, dbias_C)
+    return dy.reshape(x_hat.shape)
+
+
+# ---- causal attention ------------------------------------------------------------------------------------------------
+
+
+def _parts(x_TF, heads):
+    """(T, 3C) as queries, keys and values, each (H, T, D): views."""
+    all_ = by_head(x_TF, 3 * heads)
+    return all_[:heads], all_[heads : 2 * heads], all_[2 * heads :]
+
+
+def attention(qkv_BTF, heads):
+    """As ops.attention, with all scores of one sequence at a time: H x T x T of them."""
+    (B, T, F), qkv_BTF = qkv_BTF.shape, whole(qkv_BTF)
+    y_BTC = cupy.empty((B, T, F // 3), qkv_BTF.dtype)
+    lse_BHT1 = cupy.empty((B, heads, T, 1), wide(qkv_BTF))
+    scores_HTT, p_HTT = _squares(qkv_BTF, heads)
+    scale = lse_BHT1.dtype.type(1 / math.sqrt(F // 3 // heads))
+    for b in range(B):
+        q_HTD, k_HTD, v_HTD = _parts(qkv_BTF[b], heads)
+        multiply(q_HTD, k_HTD.swapaxes(1, 2), scores_HTT)
+        launch("causal_softmax", y_BTC.dtype, 32 * heads * T, scores_HTT, p_HTT, lse_BHT1[b], heads * T, T, scale)
+        multiply(p_HTT, v_HTD, by_head(y_BTC[b], heads))
+    return y_BTC, lse_BHT1
+
+
+def attention_backward(dy_BTC, qkv_BTF, y_BTC, lse_BHT1):
+    B, heads, T, _ = lse_BHT1.shape
+    dy_BTC, dqkv_BTF, D = whole(dy_BTC), cupy.empty_like(qkv_BTF), y_BTC.shape[-1] // heads
+    scores_HTT, p_HTT = _squares(qkv_BTF, heads)
+    dp_HTT, ds_HTT = _squares(qkv_BTF, heads)
+    scale = lse_BHT1.dtype.type(1 / math.sqrt(D))
+    for b in range(B):
+        q_HTD, k_HTD, v_HTD = _parts(qkv_BTF[b], heads)
+        dq_HTD, dk_HTD, dv_HTD = _parts(dqkv_BTF[b], heads)
+        dy_HTD = by_head(dy_BTC[b], heads)
+        multiply(q_HTD, k_HTD.swapaxes(1, 2), scores_HTT)
+        multiply(dy_HTD, v_HTD.swapaxes(1, 2), dp_HTT)
+        arrays = scores_HTT, dp_HTT, lse_BHT1[b], dy_BTC[b], y_BTC[b], p_HTT, ds_HTT
+        launch("causal_softmax_backward", y_BTC.dtype, 32 * heads * T, *arrays, heads * T, T, D, scale)
+        multiply(p_HTT.swapaxes(1, 2), dy_HTD, dv_HTD)
+        multiply(ds_HTT.swapaxes(1, 2), q_HTD, dk_HTD)
+        multiply(ds_HTT, k_HTD, dq_HTD)
+    return dqkv_BTF
+
+
+def _squares(x_BTF, heads):
+    """Memory for one sequence's (H, T, T) in the type of sums, and in x's own: the same where that is one type."""
+    shape = (heads, x_BTF.shape[1], x_BTF.shape[1])
+    summed = cupy.empty(shape, wide(x_BTF))
+    return summed, summed if summed.dtype == x_BTF.dtype else cupy.empty(shape, x_BTF.dtype)
+
+
+def attention_to_all(q_HRD, k_HSD, v_HSD, y_HRD):
+    """As cached.attention_to_all, in float32: CuPy's own products of three axes know no bfloat16."""
+    y = cupy.empty(y_HRD.shape, wide(y_HRD))
+    cached.attention_to_all.__wrapped__(*(x.astype(y.dtype, copy=False) for x in (q_HRD, k_HSD, v_HSD)), y)
+    y_HRD[...] = y
+
+
+# ---- embedding and cross entropy -------------------------------------------------------------------------------------
+
+
+def embedding_backward(dy, tokens, dw_VC):
+    dy_NC, tokens_N = whole(flat_rows(dy)), whole(tokens.reshape(-1).astype(np.int64, copy=False))
+    order_N = cupy.argsort(tokens_N).astype(np.int64, copy=False)  # CuPy's sort is stable
+    launch("embedding_backward", dy.dtype, dy_NC.size, dy_NC, tokens_N, order_N, dw_VC, *dy_NC.shape)
+
+
+def cross_entropy(logits_NV, targets_N, divisor):
+    losses_N = cupy.empty(len(logits_NV), np.float64)
+    weight = wide(logits_NV).type(1 / divisor if divisor else 0.0)
+    arrays = _same(logits_NV), whole(targets_N.astype(np.int64, copy=False)), losses_N
+    launch("cross_entropy", logits_NV.dtype, 32 * len(logits_NV), *arrays, *logits_NV.shape, weight)
+    return float(losses_N.sum()), logits_NV

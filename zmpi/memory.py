@@ -1,0 +1,55 @@
+"""What this process holds: its resident memory, and what is in use of CuPy's pool. In bytes."""
+
+import resource
+import sys
+import tracemalloc
+from functools import lru_cache
+
+import numpy as np
+
+
+def peak_resident_bytes():
+    """The highest resident memory of this process so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def traced_array_bytes():
+    """Bytes of NumPy's arrays that were made since tracemalloc was started, and are alive."""
+    arrays = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
+    return sum(entry.size for entry in tracemalloc.take_snapshot().filter_traces([arrays]).statistics("filename"))
+
+
+@lru_cache(maxsize=1)
+def watched_pool(cupy):
+    """Watch what this thread takes from CuPy's pool, from now on; returns the one hook, whose `peak` is the highest so far.
+
+    The pool itself counts what is in use, but not the highest; a hook sees every allocation. Blocks that another thread
+    frees are missed, so each reading starts from the pool's own count.
+    """
+
+    class Watch(cupy.cuda.MemoryHook):
+        name = "zmpi"
+
+        def __init__(self):
+            self.used = self._peak = cupy.get_default_memory_pool().used_bytes()
+
+        def malloc_postprocess(self, **taken):
+            self.used += taken["mem_size"]
+            self._peak = max(self._peak, self.used)
+
+        def free_postprocess(self, **freed):
+            self.used -= freed["mem_size"]
+
+        @property
+        def peak(self):
+            self.used = cupy.get_default_memory_pool().used_bytes()
+            return max(self._peak, self.used)
+
+        def restart(self):
+            """Forget the highest so far."""
+            self.used = self._peak = cupy.get_default_memory_pool().used_bytes()
+
+    watch = Watch()
+    watch.__enter__()
+    return watch

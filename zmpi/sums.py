@@ -1,0 +1,32 @@
+"""Sums and roundings whose bits depend on the numbers and their order alone."""
+
+import numpy as np
+
+from models.twins import on_gpu
+
+REDUCE_BLOCK = 1 << 16  # elements that are summed over ranks at a time, so that the running sum stays in cache
+
+
+@on_gpu
+def add_in_order(rows, out, fresh):
+    """Add the rows (n, elements) onto `out`, or onto zero (`fresh`), one by one from the first to the last.
+
+    A block of the sum is kept in float32 (float64 for float64), and rounded once where `out` is of 16 bits.
+    """
+    wide = out.dtype if out.itemsize >= 4 else np.dtype(np.float32)
+    for start in range(0, len(out), REDUCE_BLOCK):
+        part = out[start : start + REDUCE_BLOCK]
+        total = part if part.dtype == wide else np.empty_like(part, dtype=wide)
+        if fresh:
+            total.fill(0)
+        for row in rows:
+            np.add(total, row[start : start + REDUCE_BLOCK], out=total)
+        if total is not part:
+            with np.errstate(over="ignore"):  # an overflow is found in the norm
+                np.copyto(part, total, casting="same_kind")
+
+
+def round_to(narrow, wide):
+    """Assign `wide` to `narrow`, rounded to its type."""
+    with np.errstate(over="ignore"):  # an overflow is no accident here: it is counted, or found in the norm
+        np.copyto(narrow, wide, casting="same_kind")
