@@ -189,6 +189,7 @@ def sweep_picture(axis, reports):
         one.set_xlabel({"ranks": "ranks", "batch": "sequences per micro-batch", "width": "width (channels)"}[axis])
         one.set_xticks(at)
         one.set_ylabel(label)
+        one.margins(y=0.1)
         one.set_ylim(bottom=0)
     _legend(figure, {f"stage {stage}": STAGE_COLOURS[stage] for stage in stages})
     return figure
