@@ -36,8 +36,7 @@ class RunLog:
         """Log the engine's last step, which took so many seconds here. Gathers every rank's memory; all ranks call it."""
         zero, step = self.zero, self.zero.last
         comm, memory = zero.ledger["comm"], zero.ledger["memory"]
-        with zero.ledger.as_other():
-            everyone = zero.comm.gather_scalars([memory[kind] for kind in MEMORY])
+        everyone = zero.world.share(memory, "the log's entry")
         self.last = {
             "step": zero.step,
             "loss": _number(step.loss),
@@ -50,7 +49,7 @@ class RunLog:
             "loss_scale": step.loss_scale,
             "skipped": int(step.skipped),
             "comm": comm,
-            "memory": {kind: [int(value) for value in everyone[:, column]] for column, kind in enumerate(MEMORY)},
+            "memory": {kind: [mine[kind] for mine in everyone] for kind in MEMORY},
         }
         self._write(self.last)
 
