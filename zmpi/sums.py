@@ -19,10 +19,10 @@ def add_in_order(rows, out, fresh):
         total = part if part.dtype == wide else np.empty_like(part, dtype=wide)
         if fresh:
             total.fill(0)
-        for row in rows:
-            np.add(total, row[start : start + REDUCE_BLOCK], out=total)
-        if total is not part:
-            with np.errstate(over="ignore"):  # an overflow is found in the norm
+        with np.errstate(over="ignore", invalid="ignore"):  # an overflow (and inf - inf) is found in the norm
+            for row in rows:
+                np.add(total, row[start : start + REDUCE_BLOCK], out=total)
+            if total is not part:
                 np.copyto(part, total, casting="same_kind")
 
 

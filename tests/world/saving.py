@@ -1,0 +1,29 @@
+"""What the tests of checkpoints share: an engine, its steps as numbers, and all that it carries from step to step."""
+
+from training import adamw, gpt, share
+
+from zmpi import Policy, ZeRO
+
+
+def engine(world, stage=3, precision="float32", model=None, optimizer=None):
+    """An engine whose loss scale, if it has one, doubles every 3 good steps: so that what is saved of it matters."""
+    optimizer = optimizer or adamw(decay_steps=10)
+    return ZeRO(model or gpt(), world, stage, optimizer, policy=Policy(precision, loss_scale_window=3))
+
+
+def steps(zero, first, last, accumulate=1):
+    """The losses, norms and scales of steps first ... last."""
+    numbers = []
+    for step in range(first, last + 1):
+        loss = zero.train_step(share(zero.model, step, zero.world, accumulate))
+        numbers.append((loss.hex(), zero.last.grad_norm.hex(), zero.last.loss_scale, zero.updates))
+    return numbers
+
+
+def state(zero):
+    """Everything that an engine carries from step to step, as bytes: of this rank."""
+    found = {}
+    for name, unit in zero.units.items():
+        vectors = {"parameters": unit.parameters, "master": unit.master, **unit.moments}
+        found |= {(name, kind): vector.tobytes() for kind, vector in vectors.items() if vector is not None}
+    return found | {"counts": (zero.step, zero.updates, zero.scaler.scale, zero.scaler.good_steps, zero.seed)}
