@@ -11,6 +11,7 @@ sys.path.insert(0, str(ROOT / "tests" / "world"))
 from fake_cuda import Cuda
 
 from zmpi.device import Gpu, choose_device, find_cupy
+from zmpi.layout import Layout
 from zmpi.transport import choose_transport, cuda_awareness
 
 # ---- the device ------------------------------------------------------------------------------------------------------
@@ -62,6 +63,26 @@ def test_the_pools_peak_is_the_highest_that_was_in_use():
     device.pool.restart()
     del vectors
     assert device.peak_bytes() == 512 + 4096 and before is not None
+
+
+# ---- the layout on a GPU ---------------------------------------------------------------------------------------------
+
+SHAPES = {"a": (5,), "b": (3, 7), "c": (64,), "d": (1,)}
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 5, 6, 24])
+def test_every_parameter_starts_on_64_bytes_and_the_holes_are_padding(shards):
+    layout = Layout("unit", "", SHAPES, shards, Gpu.align)
+    assert [layout.offsets[name] * 2 % 64 for name in SHAPES] == [0] * 4  # of 16-bit elements; others are wider
+    parts = [layout.shard(owner) for owner in range(shards)]
+    assert sum(map(layout.padding, parts)) == layout.padded - layout.elements
+    assert sum(stop - start for part in parts for _, start, stop in layout.spans(part)) == layout.elements
+    vector = np.zeros(layout.padded)
+    for view in layout.views(vector).values():
+        view += 1
+    assert [int(part.sum()) for part in np.split(vector, shards)] == [layout.shard_length - layout.padding(p) for p in parts]
+    if 24 % shards == 0:
+        assert layout.padded == Layout("unit", "", SHAPES, 1, Gpu.align).padded  # the norm has the same pieces
 
 
 # ---- the transport ---------------------------------------------------------------------------------------------------
