@@ -45,7 +45,7 @@ def missing():
     found = {}
     for module, prefixes in (("torch", ("ddp", "fsdp2", "deepspeed")), ("deepspeed", ("deepspeed",))):
         if importlib.util.find_spec(module) is None:
-            found |= {prefix: f"{module} is not installed" for prefix in prefixes}
+            found |= dict.fromkeys(prefixes, f"{module} is not installed")
     return found
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import nullcontext
 
+import task
 import torch
 import torch.distributed as dist
 from shapes import SHAPES
@@ -17,8 +18,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch_gpt import TorchGPT
 from turns import Turns
-
-import task
 
 
 def main(shape_name, kind):
@@ -34,10 +33,7 @@ def main(shape_name, kind):
     if kind.startswith("fsdp2"):
         shard(model, reshard=kind.endswith("reshard"))
     load(model, task.initial_weights(task.model_of(shape)))
-    if kind.startswith("deepspeed"):
-        step = deepspeed_step(model, int(kind[-1]), shape)
-    else:
-        step = torch_step(model, kind)
+    step = deepspeed_step(model, int(kind[-1]), shape) if kind.startswith("deepspeed") else torch_step(model, kind)
 
     def train_step(inputs, targets):
         return step(torch.from_numpy(inputs), torch.from_numpy(targets))

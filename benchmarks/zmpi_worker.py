@@ -2,11 +2,11 @@
 
 import sys
 
+import task
 from shapes import SHAPES
 from turns import Turns
-from zmpi import AdamW, World, ZeRO
 
-import task
+from zmpi import AdamW, World, ZeRO
 
 
 def main(shape_name, stage):
