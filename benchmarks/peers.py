@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from shapes import SHAPES
+from shapes import shape_of
 from turns import Contender, bare_bytes
 
 HERE = Path(__file__).resolve().parent
@@ -51,7 +51,7 @@ def missing():
 
 def run_group(names, args):
     """Start them, let them take turns, end them. Returns the contenders, with what they measured, by name."""
-    shape, alive = SHAPES[args.shape], {}
+    shape, alive = shape_of(args.shape), {}
     try:
         for name in names:
             try:
@@ -98,7 +98,7 @@ def apart(losses, reference):
 
 def measure(args):
     """All groups: rows for the table, and the lines of ratios."""
-    bare, shape = bare_bytes(), SHAPES[args.shape]
+    bare, shape = bare_bytes(), shape_of(args.shape)
     rows, lines, absent = [], [], missing()
     for prefix, why in absent.items():
         print(f"without {prefix}: {why}", file=sys.stderr)
@@ -115,7 +115,7 @@ def measure(args):
 
 def text(rows, lines, args):
     """The table."""
-    shape = SHAPES[args.shape]
+    shape = shape_of(args.shape)
     out = [f"{args.shape}: {shape}", f"{args.ranks} ranks, one thread each; {machine()}", ""]
     out.append(f"{'':20} {'step':>9} {'tokens/s':>9} {'peak':>9} {'imports':>9}   {'loss':>7} -> {'loss':>7}   apart")
     reference = rows[0]["losses"]
@@ -166,7 +166,7 @@ def picture(rows, path, title):
 
 def main():
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--shape", choices=SHAPES, default="S", help="what is trained (default: S)")
+    flags.add_argument("--shape", default="S", help="one of X, or such as S,width=512 (default: S)")
     flags.add_argument("--ranks", type=int, default=2, help="processes of each contender (default: 2)")
     flags.add_argument("--rounds", type=int, help="turns that are counted (default: the shape's)")
     flags.add_argument("--only", nargs="+", metavar="NAME", help="these contenders only, such as 'zmpi 3' fsdp2+reshard")

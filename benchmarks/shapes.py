@@ -1,6 +1,6 @@
 """The three shapes that are compared, and what is measured of each. Numbers only: the driver imports no framework."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -28,3 +28,9 @@ SHAPES = {
     "M": Shape(6, 512, 8, 256, 8192, 4, turn=2, rounds=12),
     "L": Shape(12, 768, 12, 256, 50257, 1, turn=1, rounds=20),
 }
+
+
+def shape_of(text):
+    """The Shape that "S" names, or "S,width=512": one of the three with some sizes changed."""
+    name, *changes = text.split(",")
+    return replace(SHAPES[name], **{key: int(value) for key, value in (change.split("=") for change in changes)})

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import task
 import torch
 import torch.distributed as dist
-from shapes import SHAPES
+from shapes import shape_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +26,7 @@ def main(shape_name, kind):
     if kind.startswith("deepspeed"):
         import deepspeed  # noqa: F401  (its memory counts as imports)
     dist.init_process_group("gloo")
-    turns, shape = Turns(), SHAPES[shape_name]
+    turns, shape = Turns(), shape_of(shape_name)
     torch.manual_seed(task.SEED)
     with torch.device("meta") if kind.startswith("fsdp2") else nullcontext():
         model = TorchGPT(shape)

@@ -3,7 +3,7 @@
 import sys
 
 import task
-from shapes import SHAPES
+from shapes import shape_of
 from turns import Turns
 
 from zmpi import AdamW, World, ZeRO
@@ -11,7 +11,7 @@ from zmpi import AdamW, World, ZeRO
 
 def main(shape_name, stage):
     """Train when told to."""
-    turns, shape, world = Turns(), SHAPES[shape_name], World()
+    turns, shape, world = Turns(), shape_of(shape_name), World()
     optimizer = AdamW(
         lr=task.ADAMW["lr"],
         beta1=task.ADAMW["betas"][0],
