@@ -15,6 +15,7 @@ import math
 import numpy as np
 
 BLOCK = 1 << 16  # elements: 256 KiB of float32, a few of which fit into a level 2 cache
+PRODUCT = 1 << 20  # elements of a block of a matrix product: 4 MiB, large enough to multiply at full speed
 ROWS = 64  # rows of attention scores at once: small blocks skip more of the future, large ones multiply faster
 EPS = 1e-5  # layer norm, as in GPT-2
 GELU_0 = math.sqrt(2 / math.pi)
@@ -43,10 +44,18 @@ def linear(x, w_CF, b_F):
     return y_NF.reshape(*x.shape[:-1], -1)
 
 
+def add_product(dw_CF, x_NC, dy_NF):
+    """dw += x.T @ dy, in blocks of dw's rows: a product as large as an embedding is never held beside dw."""
+    rows = max(1, PRODUCT // dw_CF.shape[1])
+    for start in range(0, len(dw_CF), rows):
+        dw_RF = dw_CF[start : start + rows]
+        dw_RF += np.matmul(x_NC[:, start : start + rows].T, dy_NF)
+
+
 def linear_backward(dy, x, w_CF, dw_CF, db_F):
     """Of y = x @ w + b: returns dx = dy @ w.T in new memory, adds x.T @ dy onto dw and the sum of dy's rows onto db."""
     dy_NF = flat_rows(dy)
-    dw_CF += np.matmul(flat_rows(x).T, dy_NF)
+    add_product(dw_CF, flat_rows(x), dy_NF)
     db_F += dy_NF.sum(axis=0)
     return np.matmul(dy_NF, w_CF.T).reshape(x.shape)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from models.layer import Layer, check_sizes, init_normal
 from models.ops import (
+    add_product,
     attention,
     attention_backward,
     cross_entropy,
@@ -183,6 +184,6 @@ class Head(Layer):
         norm_f, dy_NV = saved, flat_rows(dy_BTV)
         wte_VC, dwte_VC = w["wte.weight"], dw["wte.weight"]
         norm_BTC = scale_shift(norm_f[0], *parameters(w, "ln_f"))
-        dwte_VC += np.matmul(dy_NV.T, flat_rows(norm_BTC))
+        add_product(dwte_VC, dy_NV, flat_rows(norm_BTC))
         d_BTC = np.matmul(dy_NV, wte_VC).reshape(norm_BTC.shape)
         return layer_norm_backward(d_BTC, norm_f, w["ln_f.weight"], *parameters(dw, "ln_f"))

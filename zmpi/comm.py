@@ -221,7 +221,7 @@ class Gather:
 
 
 def add_in_order(rows, out, fresh):
-    """Add the rows (n, elements) onto `out`, or onto zero (`fresh`), one by one from the first to the last.
+    """Add the rows (n, elements) onto `out`, or (`fresh`) onto the first of them, one by one from the first to the last.
 
     A block of the sum is kept in float32 (float64 for float64), and rounded once where `out` is of 16 bits.
     """
@@ -230,8 +230,8 @@ def add_in_order(rows, out, fresh):
         part = out[start : start + REDUCE_BLOCK]
         total = part if part.dtype == wide else np.empty_like(part, dtype=wide)
         if fresh:
-            total.fill(0)
-        for row in rows:
+            np.copyto(total, rows[0, start : start + REDUCE_BLOCK], casting="same_kind")
+        for row in rows[1:] if fresh else rows:
             np.add(total, row[start : start + REDUCE_BLOCK], out=total)
         if total is not part:
             with np.errstate(over="ignore"):  # an overflow is found in the norm

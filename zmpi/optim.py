@@ -90,33 +90,27 @@ class AdamW(_Optimizer):
 
     def update(self, owned, t, factor):
         """Update a Slice in place: update t (counted from 1), with the gradient multiplied by `factor`."""
-        lr = self.rate(t)
-        step_size = lr / (1.0 - self.beta1**t)
+        lr, new, of_square = self.rate(t), 1.0 - self.beta1, (1.0 - self.beta2) / (1.0 - self.beta1) ** 2
         root_of_correction = (1.0 - self.beta2**t) ** 0.5
-        length = min(BLOCK, len(owned.master))
-        g, scratch = np.empty_like(owned.master, shape=length), np.empty_like(owned.master, shape=length)
+        step_size = lr * root_of_correction / (1.0 - self.beta1**t)
+        scratch = np.empty_like(owned.master, shape=min(BLOCK, len(owned.master)))
         for start, stop, decays in owned.blocks():
             p, m, v = (x[start:stop] for x in (owned.master, owned.moments["m"], owned.moments["v"]))
-            g_, s_ = g[: stop - start], scratch[: stop - start]
-            if factor == 1.0:
-                np.copyto(g_, owned.gradient[start:stop])
-            else:
-                np.multiply(owned.gradient[start:stop], factor, out=g_, dtype=g_.dtype)
+            s = scratch[: stop - start]
             if decays:
                 p *= 1.0 - lr * self.weight_decay
-            np.multiply(g_, 1.0 - self.beta1, out=s_)  # m = beta1 m + (1 - beta1) g
-            m *= self.beta1
-            m += s_
-            np.multiply(g_, g_, out=s_)  # v = beta2 v + (1 - beta2) g^2
-            s_ *= 1.0 - self.beta2
+            np.multiply(owned.gradient[start:stop], new * factor, out=s, dtype=s.dtype)
+            m *= self.beta1  # m = beta1 m + (1 - beta1) g
+            m += s
+            s *= s  # v = beta2 v + (1 - beta2) g^2
+            s *= of_square
             v *= self.beta2
-            v += s_
-            np.sqrt(v, out=s_)  # p -= lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
-            s_ /= root_of_correction
-            s_ += self.eps
-            np.divide(m, s_, out=s_)
-            s_ *= step_size
-            p -= s_
+            v += s
+            np.sqrt(v, out=s)  # p -= lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps), times sqrt(1 - beta2^t) above
+            s += self.eps * root_of_correction  # and below
+            np.divide(m, s, out=s)
+            s *= step_size
+            p -= s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +148,12 @@ class SGD(_Optimizer):
 
 def sum_of_squares(vector):
     """The sum of squares as a float, in float64, block by block: its bits depend on the vector's values alone."""
-    total = 0.0
-    for start in range(0, len(vector), BLOCK // 8):
-        block = vector[start : start + BLOCK // 8]
-        total += float(np.sum(np.square(block, dtype=np.float64)))
+    total, length = 0.0, min(BLOCK // 4, len(vector))
+    scratch = np.empty_like(vector, shape=length, dtype=np.float64)
+    for start in range(0, len(vector), max(1, length)):
+        block = vector[start : start + length]
+        wide = scratch[: len(block)]
+        np.copyto(wide, block)  # widened in a pass of its own: faster than a product that widens as it goes
+        np.multiply(wide, wide, out=wide)
+        total += float(wide.sum())
     return total
