@@ -61,7 +61,7 @@ def main():
         sent.append(zero.ledger["comm"]["all_gather"]["bytes_sent"])
         if world.rank == 0:
             print(
-                f"{engine.__name__}: {sent[-1]:,} bytes sent in a step's gathers; loss {losses[-1][0]:.3f} -> {losses[-1][-1]:.3f}"
+                f"{engine.__name__}: {sent[-1]:,} bytes in a step's gathers; loss {losses[-1][0]:.3f} -> {losses[-1][-1]:.3f}"
             )
     plain, quantised = (np.mean(line[-20:]) for line in losses)
     off = abs(quantised / plain - 1)

@@ -70,13 +70,13 @@ class Embedding(Layer):
         init_normal(w, key, "wte.weight", 0.02)
         init_normal(w, key, "wpe.weight", 0.02)
 
-    def forward(self, w, tokens_BT):
-        """Raises ValueError for sequences longer than the context."""
-        length = tokens_BT.shape[1]
-        if length > self.context:
-            raise ValueError(f"inputs: {length} tokens a sequence, the context is {self.context}")
+    def forward(self, w, tokens_BT, start=0):
+        """The tokens' positions count from `start`. Raises ValueError for sequences longer than the context."""
+        stop = start + tokens_BT.shape[1]
+        if stop > self.context:
+            raise ValueError(f"inputs: {stop} tokens a sequence, the context is {self.context}")
         y_BTC = embedding(tokens_BT, w["wte.weight"])
-        y_BTC += w["wpe.weight"][:length]
+        y_BTC += w["wpe.weight"][start:stop]
         return y_BTC, tokens_BT
 
     def backward(self, w, dw, saved, dy_BTC):
@@ -121,11 +121,11 @@ class Block(Layer):
             else:
                 init_normal(w, key, name, self.residual_std if "c_proj" in name else 0.02)
 
-    def forward(self, w, x_BTC):
+    def forward(self, w, x_BTC, attend=attention):
         """Saves 10 BTC elements: the outputs of the layer norms and of the GELU are computed again in backward."""
         norm_BTC, norm_1 = layer_norm(x_BTC, *parameters(w, "ln_1"))
         qkv_BTF = linear(norm_BTC, *parameters(w, "attn.c_attn"))
-        mixed_BTC, lse = attention(qkv_BTF, self.heads)
+        mixed_BTC, lse = attend(qkv_BTF, self.heads)
         mid_BTC = linear(mixed_BTC, *parameters(w, "attn.c_proj"))
         mid_BTC += x_BTC
 

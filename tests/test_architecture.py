@@ -7,14 +7,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
-    0: "stages layout schedule precision device launch hooks",
-    1: "guard ledger optim",
-    2: "comm options",
+    0: "stages layout schedule precision device launch hooks blocks",
+    1: "guard ledger optim manifest pretrained",
+    2: "comm options folder",
     3: "unit",
     4: "checkpoint",
     5: "engine",
-    6: "data trace report start trial",
-    7: "train verify",
+    6: "data trace report start trial resume",
+    7: "train verify export generate",
 }
 FLOOR = {module: floor for floor, modules in FLOORS.items() for module in modules.split()}
 CORE = ("stages", "layout", "schedule", "unit", "engine")

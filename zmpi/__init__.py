@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from zmpi.launch import keep_freed_memory, set_threads
+from zmpi.launch import keep_freed_memory, set_threads, wait_politely
 
 __version__ = "0.1.0"
 
@@ -43,4 +43,5 @@ def _check_models():
 
 _check_models()
 set_threads(os.environ)
+wait_politely(os.environ)
 keep_freed_memory()

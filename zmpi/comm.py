@@ -71,6 +71,11 @@ class World:
             return "ordered" if narrow or self.device.name != "cpu" else "mpi"
         return self.reduction
 
+    def share(self, thing, name="agreement"):
+        """Every rank's `thing` (small, of plain Python types), as a list in rank order, on every rank."""
+        with self.guard.waiting(name):
+            return self.mpi.allgather(thing)
+
     @contextmanager
     def agreed(self):
         """What goes wrong inside on any rank is one error on all ranks: ValueError and OSError become UsageError."""
@@ -79,8 +84,7 @@ class World:
             yield
         except (ValueError, OSError) as error:
             problem = str(error)
-        with self.guard.waiting("agreement"):
-            problems = self.mpi.allgather(problem)
+        problems = self.share(problem)
         found = [(rank, text) for rank, text in enumerate(problems) if text is not None]
         if found:
             rank, text = found[0]

@@ -13,8 +13,9 @@ from math import isfinite, sqrt
 import numpy as np
 
 from models.layer import key_for, unit_of, units
+from zmpi import checkpoint
 from zmpi.comm import Communicator
-from zmpi.guard import Agreed, UsageError
+from zmpi.guard import Agreed, Stopped, UsageError
 from zmpi.layout import Layout
 from zmpi.ledger import Ledger
 from zmpi.optim import AdamW
@@ -109,21 +110,27 @@ class ZeRO:
             counted = self._open(micro_batches)
             losses = []
             for x, targets in micro_batches:
-                for visit, upcoming in zip_longest(self.evaluation, self.evaluation[1:]):
-                    w = self._fetch(visit, upcoming)
-                    x = self.model.layers[visit.layer].forward(w, x)[0]
-                    del w
-                    if visit.free:
-                        self.units[visit.unit].free()
-                losses.append(self.model.loss(x, targets, counted)[0])
+                losses.append(self.model.loss(self.forward(x), targets, counted)[0])
             return add_up(self.comm.gather_scalars(losses).T.ravel()) / counted
+
+    def forward(self, x, apply=lambda layer, w, x: layer.forward(w, x)[0]):
+        """What comes out of the last layer: x = apply(layer, w, x) of each. Gathers and frees as training does."""
+        for visit, upcoming in zip_longest(self.evaluation, self.evaluation[1:]):
+            w = self._fetch(visit, upcoming)
+            x = apply(self.model.layers[visit.layer], w, x)
+            del w
+            if visit.free:
+                self.units[visit.unit].free()
+        return x
 
     def _open(self, micro_batches):
         """Agree on the step: every rank brings as many micro-batches. Returns the counted targets of all ranks."""
         mine = sum(int(np.count_nonzero(targets >= 0)) for _, targets in micro_batches)
         too_large = sum(unit.too_large for unit in self.units.values())
-        everyone = self.comm.gather_scalars([len(micro_batches), mine, too_large])
+        everyone = self.comm.gather_scalars([len(micro_batches), mine, too_large, self.world.guard.stop_requested])
         numbers, counted = everyone[:, 0], int(sum(everyone[:, 1]))
+        if everyone[:, 3].any():
+            raise Stopped(int(everyone[:, 3].max()))
         if everyone[:, 2].any():
             raise Agreed(f"step {self.step}: {int(sum(everyone[:, 2]))} weights became too large for {self.policy.precision}")
         if numbers.min() != numbers.max() or not numbers[0]:
@@ -177,6 +184,16 @@ class ZeRO:
         self.scaler.after_step(overflow=skipped)
         self.last = Step(loss, norm, self.optimizer.rate(self.updates), counted, len(losses), scale, skipped)
         return loss
+
+    # -- state that survives --------------------------------------------------------------------------------------
+
+    def save(self, folder, keep=3):
+        """Add a checkpoint to a folder of them, of which the last `keep` remain. Collective; see checkpoint.Keeper."""
+        return checkpoint.save(self, folder, keep)
+
+    def load(self, folder):
+        """Go on from a folder's newest complete checkpoint. Collective; what cannot be loaded changes nothing."""
+        return checkpoint.load(self, folder)
 
     # -- weights --------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ The module knows no MPI library: `zmpi/comm.py` hands it a communicator.
 import faulthandler
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -26,9 +25,10 @@ POLL = 0.1  # seconds between two looks at the private communicator
 SETTLE = 0.5  # seconds in which ranks that find a fault together learn of each other; several POLLs
 ANSWER = 2.0  # seconds in which a living rank says where it stands
 STAND = 5.0  # seconds in a wait which an exited rank never entered
+LEAVE = 30.0  # seconds that a rank which exits before its first World() stays for the others
 DRAIN = 0.1  # seconds left to the launcher to carry the last line out
 PATIENCE = 5.0  # seconds after which a rank that is ending but cannot (its stderr is blocked, say) dies without a word
-ROLL_CALL = 24242  # tag of the one message to each rank that goes over the world's own communicator
+ROLL_CALL = 24242  # tag of the one message to each rank that goes over the world's own communicator, see _roll_call
 
 
 class Agreed(Exception):
@@ -41,6 +41,14 @@ class UsageError(Agreed):
     """Something was asked for that cannot be done."""
 
     status = 2
+
+
+class Stopped(Agreed):
+    """The signal that ends the run, agreed by all ranks before a step (see finish_on_signal); nothing was computed."""
+
+    def __init__(self, number):
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.status = 143 if number == signal.SIGTERM else 0
 
 
 _guard = None  # one per process, whose hooks it takes, however many Worlds that makes
@@ -75,6 +83,7 @@ class Guard:
         self._gone = {}  # rank: (waits entered, time heard) of those who are exiting
         self._claims = {}  # rank: line of those who found a fault
         self._answers = {}  # rank: (waits entered, what it is doing)
+        self._sent = []  # requests: they hold their messages, which are few and so short that MPI sends them at once
         self._told = 0  # the wait for which an exited rank was told that this one stands
         self._all_gone, self._stop, self._ending = threading.Event(), threading.Event(), threading.Lock()
         self._finish = self._closed = False
@@ -94,33 +103,43 @@ class Guard:
 
     def __exit__(self, kind, error, trace):
         count, name, _ = self._state
-        self._state = (count, name, 0.0)
+        self._state = (count - (kind is not None), name, 0.0)  # who leaves by an exception has not taken part
 
     def meet(self, timeout: float) -> "Guard":
         """Wait for all ranks, the first time; every World() calls it. `timeout` (seconds) holds from now on."""
         self.timeout = timeout
         if self.size > 1 and self._multiple and self._private is None:
-            absent = self._roll_call()
+            heard = self._roll_call(None, timeout)
+            exits = [(rank, *word) for rank, word in sorted(heard.items()) if word]
+            absent = [rank for rank in range(self.size) if rank not in heard]
+            if exits:
+                rank, status, doing = exits[0]
+                self._end(
+                    status,
+                    "",
+                    lambda: f"{self.program}: rank {rank}: {doing}; the others stand in World(), which it never entered\n",
+                )
             if absent:
                 line = f"World() did not complete within {timeout:g} s: {_ranks(absent)} never made one"
-                self._end(1, lambda: f"{self.program}: {line}\n")
+                self._end(1, "", lambda: f"{self.program}: {line}\n")
             self._private = self._comm.Dup()
             self._hooks.wake()
         return self
 
-    def _roll_call(self) -> list:
-        """Say "here" to all; the ranks not heard of within the timeout. By polling: a blocking Dup could name none."""
-        absent = [rank for rank in range(self.size) if rank != self.rank]
-        sent = [self._comm.isend(None, dest=rank, tag=ROLL_CALL) for rank in absent]
-        end = time.monotonic() + self.timeout
-        while absent and time.monotonic() < end:
-            for rank in [rank for rank in absent if self._comm.iprobe(source=rank, tag=ROLL_CALL)]:
-                self._comm.recv(source=rank, tag=ROLL_CALL)
-                absent.remove(rank)
+    def _roll_call(self, word, seconds: float) -> dict:
+        """Tell all ranks one word, and hear theirs: rank -> None (it makes a World) or (status, how it exited).
+
+        Only polls: a blocking Dup could name no one. Who makes a World needs to hear of one exit only, who exits of all.
+        """
+        heard = {self.rank: None}
+        self._sent += [self._comm.isend(word, dest=rank, tag=ROLL_CALL) for rank in range(self.size) if rank != self.rank]
+        end = time.monotonic() + seconds
+        while len(heard) < self.size and time.monotonic() < end and (word or not any(heard.values())):
+            for rank in range(self.size):
+                if rank not in heard and self._comm.iprobe(source=rank, tag=ROLL_CALL):
+                    heard[rank] = self._comm.recv(source=rank, tag=ROLL_CALL)
             time.sleep(0.001)
-        for request in [] if absent else sent:
-            request.wait()
-        return absent
+        return heard
 
     def finish_on_signal(self) -> None:
         """From now on the first SIGTERM or SIGUSR1 only sets `stop_requested`; the second ends the world at once."""
@@ -129,23 +148,18 @@ class Guard:
             self._start((signal.SIGTERM, signal.SIGUSR1))
 
     def close(self) -> None:
-        """Tell the others that this rank is done and wait until all are; the guard calls no MPI afterwards.
-
-        Called at exit, before MPI is finalized. A rank that exits before its first World() meets the others here, so
-        that those who go on can learn of it.
-        """
+        """At exit, before MPI is finalized: tell the others and wait until all are exiting; no MPI is called afterwards."""
         if self._closed:
             return
         self._closed = True
-        if self.size > 1 and self._multiple and not self._finalized() and (self._private or not self._roll_call()):
-            self._private = self._private or self._comm.Dup()
-            count = self._state[0]
-            sent = self._tell("exit", range(self.size), count)
-            self._gone[self.rank] = (count, time.monotonic())
-            self._hooks.wake()
-            self._all_gone.wait()
-            for request in sent:
-                request.wait()
+        if self.size > 1 and self._multiple and not self._finalized():
+            if self._private is None:
+                self._roll_call((self._exit_status(), self._doing()), LEAVE)
+            else:
+                self._gone[self.rank] = (self._state[0], time.monotonic())
+                self._tell("exit", range(self.size), self._state[0])
+                self._hooks.wake()
+                self._all_gone.wait()
         self._stop.set()
         if self._thread is not None:
             self._hooks.wake()
@@ -168,7 +182,7 @@ class Guard:
         elif main or kind is not SystemExit:  # which, in another thread, ends that thread only
             status = 128 + signal.SIGINT if kind is KeyboardInterrupt else 1
             line = traceback.format_exception_only(kind, error)[-1].strip()
-            self._end(status, lambda: "".join(traceback.format_exception(kind, error, trace)) + self._own(line), line)
+            self._end(status, line, lambda: "".join(traceback.format_exception(kind, error, trace)) + self._own(line))
 
     def _watch(self) -> None:
         while not self._stop.is_set():
@@ -183,11 +197,10 @@ class Guard:
         if self._finish and number != signal.SIGINT and not self.stop_requested:
             self.stop_requested = number
         else:
-            line = f"ended by {signal.Signals(number).name}"
-            self._end(128 + number, lambda: self._own(line), line)
+            self._end(128 + number, f"ended by {signal.Signals(number).name}")
 
-    def _tell(self, what: str, ranks, *facts) -> list:
-        return [self._private.isend((what, self.rank, *facts), dest=rank) for rank in ranks if rank != self.rank]
+    def _tell(self, what: str, ranks, *facts) -> None:
+        self._sent += [self._private.isend((what, self.rank, *facts), dest=rank) for rank in ranks if rank != self.rank]
 
     def _receive(self) -> None:
         while self._private is not None and (message := self._private.improbe()) is not None:
@@ -202,7 +215,7 @@ class Guard:
                     self._gone[rank] = (count, time.monotonic())
                 case "stands", _, name:
                     line = f"{self._doing()}; the others stand in {name}, which it never entered"
-                    self._end(self._hooks.status or 1, lambda line=line: self._own(line), line)
+                    self._end(self._exit_status(), line)
 
     def _judge(self) -> None:
         """Is it time to leave; did an exited rank leave this one standing; did it stand too long."""
@@ -219,7 +232,11 @@ class Guard:
             self._told = count
             self._tell("stands", [min(deserters)], name)
         if now - entered > self.timeout:
-            self._end(1, lambda: self._report(count, name))
+            self._end(1, "", lambda: self._report(count, name))
+
+    def _exit_status(self) -> int:
+        """The status for all where this rank exits alone: its own, or 1 where that is 0 or unknown."""
+        return (self._hooks.status or 0) & 255 or 1
 
     def _doing(self) -> str:
         count, name, entered = self._state
@@ -232,22 +249,22 @@ class Guard:
 
     def _report(self, count: int, name: str) -> str:
         """Ask every rank where it is: who never arrived at this wait, and a line for each rank."""
+        opening = f"{self.program}: {name} did not complete within {self.timeout:g} s: "
+        if self._private is None:
+            return f"{opening}rank {self.rank} stands in it; the others cannot be asked (no MPI_THREAD_MULTIPLE)\n"
         self._answers = {self.rank: (count, self._doing())}
-        if self._private is not None:
-            self._tell("ask", range(self.size))
-            self._listen(ANSWER, self._answers)
+        self._tell("ask", range(self.size))
+        self._listen(ANSWER, self._answers)
         absent = [rank for rank in sorted(self._answers) if self._answers[rank][0] < count]
         silent = [rank for rank in range(self.size) if rank not in self._answers]
         verdict = [f"{_ranks(absent)} never arrived"] if absent else []
         verdict += [f"no answer from {_ranks(silent)}"] if silent else []
-        lines = [
-            f"{self.program}: {name} did not complete within {self.timeout:g} s: " + ("; ".join(verdict) or "all ranks arrived")
-        ]
+        lines = [opening + ("; ".join(verdict) or "all ranks arrived")]
         lines += [f"  rank {rank}: {self._answers.get(rank, (0, 'no answer'))[1]}" for rank in range(self.size)]
         return "\n".join(lines) + "\n"
 
-    def _end(self, status: int, compose, line: str = "") -> None:
-        """End all ranks with `status`; the one rank that may speak prints compose().
+    def _end(self, status: int, line: str, compose=None) -> None:
+        """End all ranks with `status`; the one rank that may speak prints compose(), or else the line as its own.
 
         Returns on the guard's own thread only, which goes on answering until it is killed.
         """
@@ -255,7 +272,8 @@ class Guard:
             faulthandler.dump_traceback_later(PATIENCE, exit=True, file=os.open(os.devnull, os.O_WRONLY))
             if self._may_speak(line):
                 also = [(rank, text) for rank, text in sorted(self._claims.items()) if text not in ("", line)]
-                say(compose() + "".join(f"{self.program}: rank {rank}: {text}\n" for rank, text in also))
+                text = compose() if compose else self._own(line)
+                say(text + "".join(f"{self.program}: rank {rank}: {other}\n" for rank, other in also))
                 time.sleep(DRAIN)
                 if self.size > 1:
                     self._abort(status)
@@ -266,7 +284,7 @@ class Guard:
     def _may_speak(self, line: str) -> bool:
         """True on one of the ranks that found a fault: the first, and the lowest of those who find it together."""
         if self._private is None:  # they cannot ask each other: the lowest speaks first, and its abort ends the others
-            time.sleep(min(self.rank * POLL, ANSWER))
+            time.sleep(min(self.rank * 3 * DRAIN, ANSWER))
             return True
         if self._claims:
             return False

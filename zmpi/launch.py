@@ -87,6 +87,17 @@ def set_threads(environ) -> int:
     return share
 
 
+def wait_politely(environ) -> bool:
+    """Where a node has more ranks than cores, let MPICH's waiting ranks give up theirs; returns whether it has.
+
+    MPI waits in a busy loop, which holds a core that the awaited rank may need. A value the user set is kept.
+    """
+    crowded = ranks_on_this_node(environ) > cores(environ)[1]
+    if crowded:
+        environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")  # read when MPI starts
+    return crowded
+
+
 def _set_loaded_blas(threads: int) -> None:
     """Set the number of threads of every BLAS in this process (Linux; elsewhere nothing happens)."""
     try:

@@ -1,6 +1,7 @@
 """Command lines that keep the contract: one line of error, no abbreviations, a default and a unit in every help text."""
 
 import argparse
+import sys
 from contextlib import contextmanager
 from math import isfinite
 
@@ -20,8 +21,15 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"zmpi {__version__}", help="print the version and end")
         self._said = ""
 
+    def given(self, argv=None):
+        """{name: value} of the flags that a command line sets, without those left at their defaults. Spends the parser."""
+        for action in self._actions:
+            action.default = argparse.SUPPRESS
+        return vars(self.parse_args(argv))
+
     def error(self, message):
-        raise UsageError(message.removeprefix("argument "))
+        unknown = message.partition("unrecognized arguments: ")[2]
+        raise UsageError(f"{unknown.split()[0]}: no such flag" if unknown else message.removeprefix("argument "))
 
     def _print_message(self, message, file=None):
         self._said += message
@@ -80,3 +88,15 @@ def named_as_flags():
     except ValueError as error:
         name, colon, rest = str(error).partition(":")
         raise ValueError(f"--{name.replace('_', '-')}{colon}{rest}") from None
+
+
+@contextmanager
+def alone(command):
+    """For a command that runs where no MPI is: prints what --help tells, or one line of error, and ends with its status."""
+    try:
+        yield
+    except Told as told:
+        print(told, end="", flush=True)
+    except (UsageError, ValueError, OSError) as error:
+        print(f"{command}: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(UsageError.status) from None

@@ -15,7 +15,7 @@ MEMORY = (*OWNED, "full_peak", "work", "peak")
 class RunLog:
     """The log file of a run (rank 0 writes; without a path nobody does), and the last entries for the summary.
 
-    Raises ValueError or OSError where the file cannot be written.
+    With --resume a log that is there is continued. Raises OSError where the file cannot be written.
     """
 
     def __init__(self, path, zero, args, argv):
@@ -24,12 +24,13 @@ class RunLog:
         self._file = None
         if path is None or zero.world.rank != 0:
             return
-        folder = os.path.dirname(path) or "."
-        if os.path.isdir(path) or not os.path.isdir(folder):
-            fault = "is a directory" if os.path.isdir(path) else f"its folder {folder} is missing"
-            raise ValueError(f"--log: expected a file, got {path} ({fault})")
-        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  (open for the whole run)
-        self._write(header(zero, args, sys.argv if argv is None else argv))
+        kept = _kept(path, zero.step) if args.resume else 0
+        self._file = open(path, "r+b" if kept else "wb")  # noqa: SIM115  (open for the whole run)
+        if kept:
+            self._file.seek(kept)
+            self._file.truncate()
+        else:
+            self._write(header(zero, args, sys.argv if argv is None else argv))
 
     def step(self, seconds):
         """Log the engine's last step, which took so many seconds here. Gathers every rank's memory; all ranks call it."""
@@ -60,8 +61,32 @@ class RunLog:
 
     def _write(self, entry):
         if self._file:
-            self._file.write(json.dumps(entry, allow_nan=False) + "\n")
+            self._file.write(json.dumps(entry, allow_nan=False).encode() + b"\n")
             self._file.flush()
+
+
+def check_log(path):
+    """Raise ValueError where no log can be written, before anything is."""
+    folder = os.path.dirname(path or "") or "."
+    if path and (os.path.isdir(path) or not os.path.isdir(folder)):
+        fault = "is a directory" if os.path.isdir(path) else f"its folder {folder} is missing"
+        raise ValueError(f"--log: expected a file, got {path} ({fault})")
+
+
+def _kept(path, step):
+    """Bytes at the start of a log that a run resumed after `step` continues: a killed run may have logged more steps."""
+    kept = 0
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            for line in file:
+                try:
+                    entry = json.loads(line)
+                except ValueError:
+                    break
+                if not line.endswith(b"\n") or entry.get("step", 0) > step:
+                    break
+                kept += len(line)
+    return kept
 
 
 def _number(value):

@@ -1,5 +1,6 @@
 """mpirun -n 4 python -m zmpi.train: train a language model with its state kept apart, and say what that cost."""
 
+import sys
 from dataclasses import fields
 from statistics import median
 from time import perf_counter
@@ -7,16 +8,20 @@ from time import perf_counter
 from tqdm import tqdm
 
 from models import GPT, MLP
+from zmpi import resume
+from zmpi.checkpoint import Keeper, find, load
 from zmpi.data import Batches, load_text
+from zmpi.guard import Stopped, UsageError
 from zmpi.optim import SGD, AdamW
 from zmpi.options import Parser, auto_or_real, named_as_flags, real, whole
 from zmpi.precision import RECIPES, Policy
-from zmpi.report import RunLog, opening, summary
+from zmpi.report import RunLog, check_log, opening, summary
 from zmpi.start import engine_of, start
 
 COMMAND = "zmpi.train"
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
-LATER = ("checkpoint", "save_every", "keep", "resume", "init_from", "trace")  # flags whose work has not landed
+KEEP = 3  # checkpoints
+LATER = ("trace",)  # flags whose work has not landed
 
 
 def parser():
@@ -83,11 +88,11 @@ def _run_flags(group):
 def _output_flags(group):
     add = group.add_argument
     add("--log", metavar="FILE", help="one JSON object per step (default: no log)")
-    add("--checkpoint", metavar="DIR", help="folder of checkpoints (default: none)")
+    add("--checkpoint", metavar="DIR", help="folder of checkpoints, one job at a time (default: none)")
     add("--save-every", type=whole(1), help="steps between checkpoints (default: at the end only)")
     add("--keep", type=whole(1), help="checkpoints that are kept (default: 3)")
-    add("--resume", action="store_true", help="go on from the newest complete checkpoint")
-    add("--init-from", metavar="DIR", help="folder with weights to start from (default: fresh weights)")
+    add("--resume", action="store_true", help="go on from the newest complete checkpoint; flags not given come from it")
+    add("--init-from", metavar="DIR", help="folder with a published GPT-2 to start from (default: fresh weights)")
     add("--trace", metavar="FILE", help="timeline of the run (default: none)")
 
 
@@ -96,37 +101,115 @@ def main(argv=None):
     args, world = start(parser(), argv)
     with world.agreed():
         _refuse(args)
-        engine = engine_of(args.comm)
-        model = _build(args)
-        optimizer = _optimizer(args)
-        with named_as_flags():
-            policy = Policy(args.precision, args.prefetch, args.recompute, args.loss_scale, args.loss_scale_window)
+    keeper = Keeper(args.checkpoint, world, args.keep or KEEP, make=False) if args.resume else None
+    manifest = find(args.checkpoint, world) if args.resume else None
+    with world.agreed():
+        check_log(args.log if world.rank == 0 else None)
+        _take_settings(args, world, argv, manifest)
         text = load_text(args.data, args.context, args.vocab, world.rank, world.size)
-    zero = engine(model, world, args.stage, optimizer, args.seed, policy)
+        if manifest:
+            resume.same_text(text, args, manifest)
+    zero = _engine(args, world)
+    if manifest:
+        load(zero, manifest.folder)
+    if args.init_from:
+        with world.agreed():
+            resume.init_from(zero, args.init_from)
     batches = Batches(text, world.rank, world.size, args.micro_batch, last_only=args.model == "mlp")
+    if args.checkpoint and not keeper:
+        keeper = _fresh(args, world)
     with world.agreed():
         log = RunLog(args.log, zero, args, argv)
-    if world.rank == 0:
-        print(opening(zero, args, text), flush=True)
-    _train(zero, batches, args, log)
+    _say(world, opening(zero, args, text))
+    if manifest:
+        saved = f"saved by {manifest['size']} ranks at stage {manifest['stage']}, {manifest['recipe']}"
+        _say(world, f"resumed from {manifest.folder}: {zero.step} of {args.steps} steps are done ({saved})")
+    _train(zero, batches, args, log, Saving(zero, keeper, args, text))
 
 
-def _train(zero, batches, args, log):
-    """The steps, the evaluations and the summary."""
-    seconds = []
-    held_out = batches.held_out()
-    for _ in tqdm(range(args.steps), desc="train", unit="step", mininterval=1, ncols=100, disable=zero.world.rank != 0):
+def _take_settings(args, world, argv, manifest):
+    """What the command line leaves open comes from what the run goes on from."""
+    if manifest:
+        resume.take_settings(args, parser().given(argv), manifest, world.size)
+    elif args.init_from:
+        resume.take_sizes(args, parser().given(argv))
+    world.reduction = args.reduction
+
+
+def _engine(args, world):
+    """The engine of the flags, with fresh weights."""
+    with world.agreed():
+        engine, model, optimizer = engine_of(args.comm), _build(args), _optimizer(args)
+        with named_as_flags():
+            policy = Policy(args.precision, args.prefetch, args.recompute, args.loss_scale, args.loss_scale_window)
+    return engine(model, world, args.stage, optimizer, args.seed, policy)
+
+
+class Saving:
+    """When a run saves: every --save-every steps and at its end. Without a folder, never."""
+
+    def __init__(self, zero, keeper, args, text):
+        self._zero, self._keeper, self._args, self._text = zero, keeper, args, text
+        self._saved = zero.step if args.resume else None  # the step of the last checkpoint
+        if keeper:
+            zero.world.guard.finish_on_signal()
+
+    def step(self):
+        """Save if it is time."""
+        if self._args.save_every and self._zero.step % self._args.save_every == 0:
+            self.now()
+
+    def now(self):
+        """Save, unless that is done."""
+        if self._keeper and self._saved != self._zero.step:
+            saved = self._keeper.save(self._zero, resume.describe_run(self._args, self._zero, self._text))
+            self._saved = self._zero.step
+            _say(self._zero.world, str(saved))
+
+
+def _train(zero, batches, args, log, saving):
+    """The steps, the evaluations, the checkpoints and the summary."""
+    if zero.step == args.steps:
+        return _say(zero.world, f"all {args.steps} steps are done: nothing to train (--steps is the total)")
+    try:
+        seconds = _steps(zero, batches, args, log, saving)
+    except Stopped as stop:
+        saving.now()
+        _say(zero.world, f"{stop} after step {zero.step} of {args.steps}; --resume goes on from here")
+        sys.exit(stop.status)
+    saving.now()
+    _say(zero.world, summary(zero, log, median(seconds)))
+
+
+def _steps(zero, batches, args, log, saving):
+    """The remaining steps; returns the seconds that each took."""
+    seconds, held_out = [], batches.held_out()
+    bar = {"desc": "train", "unit": "step", "mininterval": 1, "ncols": 100, "disable": zero.world.rank != 0}
+    for _ in tqdm(range(zero.step, args.steps), initial=zero.step, total=args.steps, **bar):
         began = perf_counter()
         zero.train_step(batches.of_step(args.seed, zero.step + 1, args.accumulate))
         seconds.append(perf_counter() - began)
         log.step(seconds[-1])
-        if held_out and args.eval_every and zero.step % args.eval_every == 0 and zero.step < args.steps:
+        due = zero.step == args.steps or (args.eval_every and zero.step % args.eval_every == 0)
+        if held_out and due:
             log.evaluation(zero.evaluate(held_out), batches.held_out_tokens)
-    if held_out:
-        log.evaluation(zero.evaluate(held_out), batches.held_out_tokens)
-    report = summary(zero, log, median(seconds))
-    if zero.world.rank == 0:
-        print(report, flush=True)
+        saving.step()
+    return seconds
+
+
+def _fresh(args, world):
+    """The folder of a run that starts anew: it must not hold another run's checkpoints."""
+    keeper = Keeper(args.checkpoint, world, args.keep or KEEP)
+    newest = keeper.newest()
+    if newest:
+        raise UsageError(f"--checkpoint: {newest} is there already; --resume goes on from it, or name another folder")
+    return keeper
+
+
+def _say(world, text):
+    if world.rank == 0:
+        tqdm.write(text)
+        sys.stdout.flush()
 
 
 def _refuse(args):
@@ -134,6 +217,11 @@ def _refuse(args):
     for name in LATER:
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')}: not supported yet")
+    for name in ("save_every", "keep", "resume"):
+        if getattr(args, name) and not args.checkpoint:
+            raise ValueError(f"--{name.replace('_', '-')}: needs --checkpoint DIR")
+    if args.resume and args.init_from:
+        raise ValueError("--init-from: --resume takes the weights from the checkpoint; give one of the two")
     if args.model == "mlp" and args.heads is not None:
         raise ValueError(f"--heads: {args.heads} given, but --model mlp has no attention")
 

@@ -141,21 +141,38 @@ class Unit:
 
     def update(self, optimizer, t, factor):
         """Let the optimizer update what this rank owns, and make the full vector whole again where it is kept."""
-        stage = self.rules.stage
-        owned = self.owned()
-        optimizer.update(owned, t, factor)
-        parameters = self._updated(self.parameters)
+        optimizer.update(self.owned(), t, factor)
+        self._publish()
+
+    def _publish(self):
+        """Bring what is made from the masters up to date: rounded parameters, and the full vector where it is kept."""
+        stage, parameters = self.rules.stage, self._updated(self.parameters)
         if self.master is not None:
-            self.too_large = round_to(parameters, owned.master)
+            self.too_large = round_to(parameters, self.master)
         if stage.optimizer and not stage.parameters:
             self.rules.comm.all_gather(self.layout, parameters, self.parameters).wait()
+
+    def shards(self):
+        """{"master" or a moment's name: view of this rank's shard of it}: the state that a checkpoint holds."""
+        return {name: self._mine(vector) for name, vector in {"master": self._master, **self.moments}.items()}
+
+    def restore(self):
+        """Make all else from the shards, whose values have just been assigned on every rank."""
+        if not self.rules.stage.optimizer:
+            for whole in (self._master, *self.moments.values()):
+                self.rules.comm.all_gather(self.layout, self._mine(whole), whole).wait()
+        self._publish()
+
+    @property
+    def _master(self):
+        """The vector in the master type: a copy, or the parameters themselves."""
+        return self.parameters if self.master is None else self.master
 
     def owned(self):
         """The Slice that this rank updates: views of the vectors it owns."""
         part = self.part if self.rules.stage.optimizer else slice(0, self.layout.padded)
         decayed = [(a, b, len(self.layout.shapes[name]) >= 2) for name, a, b in self.layout.spans(part)]
-        master = self._updated(self.parameters) if self.master is None else self.master
-        return Slice(master, self._updated(self.gradients), self.moments, decayed)
+        return Slice(self._updated(self._master), self._updated(self.gradients), self.moments, decayed)
 
     def fill(self, full):
         """Take this rank's weights from a full vector in the master type (which is not kept)."""

@@ -1,0 +1,34 @@
+"""zmpi.train with a fault on one rank: `checkpoint_driver.py FAULT RANK NUMBER FLAGS...`, run under mpirun.
+
+limit       files may grow to NUMBER bytes only
+signal      before its third step the rank sends itself the signal NUMBER; `signals`: twice
+"""
+
+import os
+import resource
+import sys
+import time
+
+from zmpi import train
+from zmpi.comm import World
+from zmpi.engine import ZeRO
+
+fault, victim, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+if World(device="cpu").rank == victim:
+    if fault == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (number, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    else:
+        step = ZeRO.train_step
+
+        def struck(zero, micro_batches):
+            if zero.step == 2:
+                os.kill(os.getpid(), number)
+                if fault == "signals":
+                    os.kill(os.getpid(), number)
+                time.sleep(5 if fault == "signals" else 0.5)  # a signal is heard by the guard's thread
+            return step(zero, micro_batches)
+
+        ZeRO.train_step = struck
+
+sys.argv[1:] = sys.argv[4:]
+train.main()

@@ -1,0 +1,132 @@
+"""Everything that a person can get wrong on the command line: one line, printed once, status 2, nothing written."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from mpirun import ROOT, run_world
+
+SMALL = [
+    "--device",
+    "cpu",
+    "--layers",
+    "1",
+    "--width",
+    "8",
+    "--heads",
+    "2",
+    "--context",
+    "8",
+    "--steps",
+    "1",
+    "--micro-batch",
+    "1",
+]
+FLAGS = {  # arguments -> what the line must name
+    "--heads 7 --width 64": "--heads: 7 does not divide width 64",
+    "--heads 0": "--heads: 0",
+    "--heads -2": "--heads: -2",
+    "--heads two": "--heads:",
+    "--model mlp --heads 2": "--heads: 2",
+    "--model rnn": "--model:",
+    "--layers 0": "--layers:",
+    "--layers 1.5": "--layers:",
+    "--width -8": "--width:",
+    "--context 0": "--context:",
+    "--context 1000000": "1000001",
+    "--vocab 255": "--vocab: text is read as bytes and needs at least 256, got 255",
+    "--vocab 0": "--vocab:",
+    "--stage 4": "--stage:",
+    "--stage -1": "--stage:",
+    "--stage": "--stage: expected one argument",
+    "--precision int8": "--precision:",
+    "--micro-batch 0": "--micro-batch:",
+    "--accumulate 0": "--accumulate:",
+    "--steps 0": "--steps:",
+    "--steps many": "--steps:",
+    "--seed -1": "--seed:",
+    "--lr nan": "--lr:",
+    "--lr inf": "--lr:",
+    "--lr -0.1": "--lr:",
+    "--warmup -1": "--warmup:",
+    "--schedule linear": "--schedule:",
+    "--decay-steps 0": "--decay-steps:",
+    "--weight-decay nan": "--weight-decay:",
+    "--beta1 1": "--beta1:",
+    "--beta2 1.5": "--beta2:",
+    "--eps -1e-8": "--eps:",
+    "--optimizer lion": "--optimizer:",
+    "--momentum 0.9": "--momentum: does not apply to --optimizer adamw",
+    "--optimizer sgd --beta1 0.9": "--beta1: does not apply to --optimizer sgd",
+    "--clip -1": "--clip:",
+    "--loss-scale 128": "--loss-scale: applies to precision float16 only",
+    "--precision float16 --loss-scale 0.5": "--loss-scale:",
+    "--loss-scale-window 0": "--loss-scale-window:",
+    "--precision bfloat16 --reduction mpi": "--reduction: mpi cannot sum bfloat16",
+    "--reduction ring": "--reduction:",
+    "--transport wire": "--transport:",
+    "--device tpu": "--device:",
+    "--prefetch 2": "--prefetch:",
+    "--eval-every -1": "--eval-every:",
+    "--timeout 0": "--timeout:",
+    "--timeout nan": "--timeout:",
+    "--step 3": "--step: no such flag",
+    "--colour": "--colour: no such flag",
+    "--comm nowhere.py:Class": "--comm:",
+}
+
+
+def files(folder):
+    """arguments -> what the line must name, for what can be wrong with files."""
+    (folder / "empty").write_bytes(b"")
+    (folder / "short").write_bytes(b"12345678")
+    (folder / "odd.bin").write_bytes(b"123")
+    (folder / "large.bin").write_bytes(np.full(100, 300, "<u2").tobytes())
+    return {
+        f"--data {folder}/missing": f"{folder}/missing",
+        f"--data {folder}": f"{folder}",
+        f"--data {folder}/empty": f"{folder}/empty: 0 tokens",
+        f"--data {folder}/short": f"{folder}/short: 8 tokens; a window needs --context + 1 = 9",
+        f"--data {folder}/odd.bin": f"{folder}/odd.bin",
+        f"--data {folder}/large.bin": f"{folder}/large.bin: token 300 is not below --vocab 256",
+        f"--log {folder}": "--log:",
+        f"--log {folder}/none/log": "--log:",
+        "--log /dev/null/log": "--log:",
+    }
+
+
+def test_each_gets_one_line_and_status_2(tmp_path):
+    (tmp_path / "given").mkdir()
+    cases = FLAGS | files(tmp_path / "given")
+    before = sorted(tmp_path.rglob("*"))
+    log = ["--log", str(tmp_path / "log")]
+
+    def run(text):
+        mine = text.split()
+        return run_world(3, ["-m", "zmpi.train", *SMALL, *([] if "--log" in text else log), *mine], timeout=60)
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = dict(zip(cases, pool.map(run, cases), strict=True))
+    wrong = []
+    for text, world in ended.items():
+        lines = world.output.splitlines()
+        good = len(lines) == 1 and lines[0].startswith("zmpi.train: error: ") and cases[text] in lines[0]
+        if not good or world.status != 2 or world.left:
+            wrong.append(f"{text}: status {world.status}\n{world.output}")
+    assert not wrong, "\n".join(wrong)
+    assert sorted(tmp_path.rglob("*")) == before, "something was written"
+
+
+def test_a_file_that_one_rank_cannot_read_is_an_error_on_all(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(100))
+    world = run_world(3, [ROOT / "tests/faults/unreadable.py", *SMALL, "--data", tmp_path / "text"], timeout=60)
+    lines = world.output.splitlines()
+    assert world.status == 2 and len(lines) == 1, world.output
+    assert "rank 1" in lines[0] and "Permission denied" in lines[0]
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_and_version_are_printed_once(flag):
+    world = run_world(3, ["-m", "zmpi.train", flag], timeout=60)
+    assert world.status == 0
+    assert world.output.count("zmpi 0" if flag == "--version" else "usage:") == 1

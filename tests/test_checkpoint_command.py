@@ -1,0 +1,261 @@
+"""zmpi.train's checkpoints as a user meets them: resumed in a new process, killed, damaged, contradicted, exported."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from faults.checkpoints import MODEL, bits, flips, kills, numbers, resumes, train
+from mpirun import ROOT, run_world
+
+from zmpi.folder import Folder, newest
+from zmpi.manifest import Manifest
+
+DRIVER = Path(__file__).parent / "faults" / "checkpoint_driver.py"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with steps 2 and 4 of 4, by 2 ranks at stage 3, and its log. Not to be changed."""
+    folder = tmp_path_factory.mktemp("saved")
+    flags = [*MODEL, "--steps", "4", "--decay-steps", "8", "--save-every", "2", "--log", folder / "log"]
+    run = train(2, *flags, "--checkpoint", folder / "dir")
+    assert run.status == 0 and run.output.count("saved ") == 2 and " MB/s)" in run.output, run.output
+    return folder / "dir"
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """A copy of it that may be changed."""
+    for path in saved.rglob("*"):
+        if path.is_file():
+            target = tmp_path / "dir" / path.relative_to(saved)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    return tmp_path / "dir"
+
+
+def refused(run, *told):
+    """One line, printed once, status 2, that says so."""
+    lines = run.output.splitlines()
+    assert run.status == 2 and len(lines) == 1 and lines[0].startswith("zmpi.") and not run.left, run.output
+    assert all(text in lines[0] for text in told), run.output
+
+
+# ---- resume ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_process_goes_on_to_the_same_bits():
+    """B07, B11: two of the cases of `tests/faults/checkpoints.py resumes`."""
+    assert sum(resumes([(3, "float16", 2), (1, "bfloat16", 1)]).values()) == 2
+
+
+def test_another_number_of_ranks_sees_the_same_sequences_in_the_same_order(saved, tmp_path):
+    """B11: with `ordered` and the same micro-batch the bits are those of the run that never stopped (accumulate follows)."""
+    flags = [*MODEL, "--decay-steps", "8", "--reduction", "ordered"]
+    straight = train(4, *flags, "--steps", "8", "--log", tmp_path / "straight.log")
+    first = train(4, *flags, "--steps", "4", "--checkpoint", tmp_path / "dir")
+    assert straight.status == first.status == 0, first.output
+    for size in (1, 2):
+        path = tmp_path / f"{size}.log"
+        run = train(size, "--resume", "--steps", "8", "--checkpoint", tmp_path / "dir", "--keep", "9", "--log", path)
+        assert run.status == 0, run.output
+        losses = [[entry[1:3] for entry in numbers(log) if entry[1]] for log in (tmp_path / "straight.log", path)]
+        assert losses[0][4:] == losses[1]
+        newest(tmp_path / "dir").rename(tmp_path / f"end-{size}")
+        (tmp_path / "dir" / "latest").unlink()
+
+
+def test_the_log_is_continued(saved, copy, tmp_path):
+    """One header; steps that the killed run logged after its checkpoint are logged anew, once."""
+    log = tmp_path / "log"
+    lines = (saved.parent / "log").read_bytes()
+    log.write_bytes(lines + b'{"step": 5, "loss": 9.0}\n{"step": 6, "lo')
+    run = train(2, "--resume", "--steps", "6", "--checkpoint", copy, "--log", log)
+    assert run.status == 0 and "resumed from" in run.output and "4 of 6 steps are done" in run.output, run.output
+    assert log.read_bytes().startswith(lines)
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [entry["step"] for entry in entries[1:] if "loss" in entry] == [1, 2, 3, 4, 5, 6] and "zmpi" in entries[0]
+    again = train(1, "--resume", "--steps", "6", "--checkpoint", copy)
+    assert again.status == 0 and "all 6 steps are done: nothing to train" in again.output, again.output
+
+
+def test_what_a_killed_save_left_is_replaced(copy):
+    """B10: resumes from the last complete step, runs past the step whose save was cut short, saves it."""
+    half = copy / ".saving-step-00000006-save-3"
+    half.mkdir()
+    (half / "rank-0000.bin").write_bytes(b"half")
+    run = train(4, "--resume", "--steps", "7", "--save-every", "2", "--micro-batch", "1", "--checkpoint", copy)
+    assert run.status == 0, run.output
+    assert sorted(p.name for p in copy.iterdir()) == [
+        ".flock", "latest", "step-00000004-save-2", "step-00000006-save-3", "step-00000007-save-4"
+    ]  # fmt: skip
+    assert bits(copy)[0][0] == 7
+
+
+CONTRADICTIONS = {
+    "--width 25": "--width: 25 contradicts 24",
+    "--vocab 300": "--vocab: 300 contradicts 256",
+    "--model mlp": "--model: mlp contradicts transformer",
+    "--seed 1": "--seed: 1 contradicts 0",
+    "--lr 0.1": "--lr: 0.1 contradicts 0.003",
+    "--decay-steps 9": "--decay-steps: 9 contradicts 8",
+    "--schedule constant": "--schedule: constant contradicts cosine",
+    "--optimizer sgd": "--optimizer: sgd contradicts adamw",
+    "--weight-decay 0": "--weight-decay: 0.0 contradicts 0.1",
+    "--micro-batch 3": "3 x 1 x 2 is not the checkpoint's 4 sequences",
+    "--steps 3": "--steps: 3 in total, but 4 are done",
+    "--init-from /tmp": "--init-from:",
+    "--data {self}": "is another text than the checkpoint's: tokens",
+    "--data /nowhere": "/nowhere",
+}
+
+
+def test_a_flag_that_contradicts_the_checkpoint_is_an_error(copy):
+    before = sorted(copy.rglob("*"))
+    for text, told in CONTRADICTIONS.items():
+        refused(train(2, "--resume", "--checkpoint", copy, *text.format(self=__file__).split()), told)
+    assert sorted(copy.rglob("*")) == before
+
+
+def test_flags_that_agree_or_are_free_are_none(copy, tmp_path):
+    text = "--width 24 --lr 3e-3 --weight-decay 0.1 --heads 2 --seed 0 --stage 1 --precision bfloat16 --reduction ordered"
+    text += " --prefetch 0 --recompute --micro-batch 1 --accumulate 2 --steps 5 --eval-every 1 --keep 1 --data builtin"
+    run = train(2, "--resume", "--checkpoint", copy, *text.split())
+    assert run.status == 0 and "stage 1 on 2 ranks" in run.output and "(bfloat16)" in run.output, run.output
+    assert Manifest.read(newest(copy))["recipe"] == "bfloat16"
+    assert len(list(copy.glob("step-*"))) == 1
+
+
+def test_a_folder_that_cannot_be_used_is_an_error(saved, copy, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    refused(train(2, *MODEL, "--checkpoint", tmp_path / "file", "--log", tmp_path / "no-log"), "file: not a folder")
+    refused(train(2, *MODEL, "--checkpoint", tmp_path / "none" / "dir"), "none/dir: No such file or directory")
+    refused(train(2, "--resume", "--checkpoint", tmp_path / "none"), "none: no such folder")
+    refused(train(2, "--resume", "--checkpoint", tmp_path / "empty"), "empty: no complete checkpoint in it")
+    refused(train(2, *MODEL, "--checkpoint", copy), "--checkpoint:", "--resume goes on from it")
+    for flag in ("--resume", "--keep 2", "--save-every 3"):
+        refused(train(1, *flag.split()), flag.split()[0], "needs --checkpoint DIR")
+    held = Folder(copy, keep=3)
+    refused(train(2, "--resume", "--checkpoint", copy), "dir: in use by another job")
+    held.close()
+    assert not (tmp_path / "none").exists() and not (tmp_path / "no-log").exists()
+
+
+def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(copy):
+    """By a limit on the size of files, on one rank."""
+    before = bits(copy)
+    run = run_world(4, [DRIVER, "limit", 2, 20_000, "--resume", "--steps", "5", "--micro-batch", "1", *arguments(copy)], 60)
+    lines = [line for line in run.output.splitlines() if "error" in line]
+    assert run.status == 2 and len(lines) == 1 and "rank-0002.bin: File too large (on rank 2)" in lines[0], run.output
+    assert bits(copy) == before and not list(copy.glob(".saving*"))
+    assert train(1, "--resume", "--steps", "5", "--micro-batch", "4", *arguments(copy)).status == 0
+
+
+def arguments(folder):
+    return ["--checkpoint", folder]
+
+
+# ---- under fire: parts of `tests/faults/checkpoints.py` --------------------------------------------------------------
+
+
+def test_killed_around_saving_it_goes_on_to_the_same_bits():
+    assert sum(kills(3, seed=5).values()) == 3
+
+
+def test_damage_is_found_and_named_by_the_command():
+    assert sum(flips(6, seed=5).values()) == 6
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 0)], ids=["SIGTERM", "SIGUSR1"])
+def test_the_first_signal_saves_and_ends(tmp_path, number, status):
+    """Sent by one rank to itself before its third step; and again at once: then nothing is saved."""
+    flags = [*MODEL, "--steps", "500", "--checkpoint", tmp_path / "dir"]
+    run = run_world(3, [DRIVER, "signal", 1, int(number), *flags], 60)
+    assert run.status == status and not run.left, run.output
+    assert f"stopped by {number.name} after step 2 of 500" in run.output and bits(tmp_path / "dir")[0][0] == 2
+    twice = run_world(3, [DRIVER, "signals", 1, int(number), *MODEL, "--checkpoint", tmp_path / "other"], 60)
+    assert twice.status == 128 + number and f"rank 1: ended by {number.name}" in twice.output, twice.output
+    assert not list((tmp_path / "other").glob("step-*"))
+
+
+def test_without_a_folder_a_signal_ends_the_run_at_once():
+    run = run_world(3, [DRIVER, "signal", 1, int(signal.SIGTERM), *MODEL, "--steps", "500"], 60)
+    assert run.status == 143 and "rank 1: ended by SIGTERM" in run.output, run.output
+
+
+# ---- weights for other tools -----------------------------------------------------------------------------------------
+
+
+def export(checkpoint, to, *without):
+    """zmpi.export in a Python that has no mpi4py (and lacks what else is named)."""
+    block = "".join(f"sys.modules[{name!r}] = None; " for name in ("mpi4py", *without))
+    code = f"import sys; {block}sys.argv[1:] = {['--checkpoint', str(checkpoint), '--to', str(to)]}\n"
+    code += "import runpy; runpy.run_module('zmpi.export', run_name='__main__')"
+    return run_python(code)
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=False, timeout=60)
+
+
+def test_the_round_trip_through_an_export_is_exact(saved, tmp_path):
+    """B12: trained at stage 3, exported without MPI, started from at another stage and size: the same weights."""
+    done = export(saved, tmp_path / "gpt2")
+    assert done.returncode == 0 and "exported step 4" in done.stdout, done.stderr
+    run = train(3, "--init-from", tmp_path / "gpt2", "--steps", "1", "--lr", "0", "--stage", "1", *arguments(tmp_path / "dir"))
+    assert run.status == 0, run.output
+    again = export(tmp_path / "dir", tmp_path / "again")
+    assert again.returncode == 0, again.stderr
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "gpt2" / name).read_bytes()
+    refused(train(2, "--init-from", tmp_path / "gpt2", "--width", "48"), "--width: 48 contradicts 24")
+    refused(train(2, "--init-from", tmp_path / "none"), "none/config.json: No such file")
+
+
+def test_what_cannot_be_exported_is_one_line(saved, copy, tmp_path):
+    def told(done, *texts):
+        lines = done.stderr.splitlines()
+        assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith("zmpi.export: error: "), done.stderr
+        assert all(text in lines[0] for text in texts), done.stderr
+
+    told(export(tmp_path / "none", tmp_path / "to"), "none: no such folder")
+    told(export(saved, tmp_path / "to", "safetensors"), "needs the package safetensors")
+    file = newest(copy) / "rank-0001.bin"
+    good = file.read_bytes()
+    file.write_bytes(good[:-9] + bytes([good[-9] ^ 1]) + good[-8:])
+    told(export(copy, tmp_path / "to"), "rank-0001.bin", "damaged")
+    assert not list((tmp_path / "to").glob("*")) and not list((tmp_path / "to").glob(".*"))
+    assert export(saved, tmp_path / "to").returncode == 0
+    told(export(saved, tmp_path / "to"), "model.safetensors: is there already")
+
+
+# ---- generate --------------------------------------------------------------------------------------------------------
+
+
+def generate(size, checkpoint, *flags):
+    return run_world(size, ["-m", "zmpi.generate", "--checkpoint", checkpoint, *flags], timeout=60)
+
+
+@pytest.mark.parametrize("drawn", [[], ["--temperature", "0.9", "--top-k", "40", "--seed", "3"]], ids=["greedy", "drawn"])
+def test_any_number_of_ranks_writes_the_same_text(saved, drawn):
+    """Longer than the context of 16: the window slides."""
+    alone = generate(1, saved, "--prompt-ids", "84,104,101", "--tokens", "30", *drawn)
+    ids = [int(number) for number in alone.output.split(",")]
+    assert alone.status == 0 and ids[:3] == [84, 104, 101] and len(ids) == 33, alone.output
+    for size in (2, 3):
+        assert generate(size, saved, "--prompt-ids", "84,104,101", "--tokens", "30", *drawn).output == alone.output
+    text = generate(1, saved, "--prompt", "The", "--tokens", "30", *drawn)
+    assert text.status == 0 and text.output == bytes(ids).decode(errors="replace") + "\n"
+
+
+def test_what_cannot_be_written_is_refused(saved, tmp_path):
+    refused(generate(2, saved), "--prompt: give either --prompt or --prompt-ids")
+    refused(generate(2, saved, "--prompt", ""), "--prompt: expected at least 1 token, got 0")
+    refused(generate(2, saved, "--prompt-ids", "1,256"), "--prompt-ids: token 256 is not below")
+    refused(generate(2, saved, "--prompt-ids", "1,x"), "--prompt-ids: expected a whole number")
+    refused(generate(2, saved, "--prompt", "a", "--tokenizer", tmp_path / "none.json"), "--tokenizer:", "none.json")
+    refused(generate(2, tmp_path, "--prompt", "a"), "no complete checkpoint in it")

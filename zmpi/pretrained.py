@@ -1,0 +1,160 @@
+"""Folders with a GPT-2 as it is published: `config.json` and `model.safetensors`. No MPI in here.
+
+The names and (in, out) shapes of models.GPT are those of the published file, so nothing is renamed or transposed. The
+head is wte itself and is not in the file. Format: https://huggingface.co/docs/safetensors (8 bytes length, JSON, numbers).
+"""
+
+import json
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from zmpi.blocks import named
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+SIZES = {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "context": "n_positions", "vocab": "vocab_size"}
+# What models.GPT computes: a folder that says otherwise holds another model. Left out, each is so in a GPT-2.
+COMPUTED = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+}
+UNUSED = (".attn.bias", ".attn.masked_bias")  # masks that older files carry
+HEAD = "lm_head.weight"
+ROWS = 1 << 20  # elements that are read at a time, about
+PUBLISHED_VOCAB, END_OF_TEXT = 50257, 50256
+
+
+def sizes_in(folder):
+    """{"layers", "width", "heads", "context", "vocab"} of a folder. Raises ValueError where it holds no such GPT-2."""
+    path = Path(folder) / CONFIG
+    with named(path):
+        text = path.read_text(encoding="utf-8")
+    try:
+        config = json.loads(text)
+        sizes = {ours: config[theirs] for ours, theirs in SIZES.items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not the configuration of a GPT-2 ({type(error).__name__}: {error})") from None
+    expected = {**COMPUTED, "model_type": ("gpt2",), "n_inner": (None, 4 * sizes["width"])}
+    for name, values in expected.items():
+        if config.get(name, values[0]) not in values:
+            raise ValueError(f"{path}: {name}: expected {values[0]}, got {config[name]}")
+    return sizes
+
+
+def config_for(sizes):
+    """The configuration of a GPT-2 of these sizes, as transformers reads it. It trains without dropout."""
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+    config |= {theirs: sizes[ours] for ours, theirs in SIZES.items()}
+    config |= {"n_ctx": sizes["context"], "n_inner": None, "initializer_range": 0.02, "torch_dtype": "float32"}
+    config |= {name: values[0] for name, values in COMPUTED.items()}
+    config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    ends = END_OF_TEXT if sizes["vocab"] == PUBLISHED_VOCAB else None
+    return config | {"bos_token_id": ends, "eos_token_id": ends, "use_cache": True}
+
+
+class Weights:
+    """The tensors of a folder, for parameters of the given {full name: shape}; a context manager.
+
+    Raises ValueError for a file that is missing or not whole, and for the first name that it lacks, has in another shape,
+    or has beyond the model's.
+    """
+
+    def __init__(self, folder, shapes):
+        self.path = Path(folder) / WEIGHTS
+        self._file = _open(self.path)
+        prefix = "transformer." if "transformer.wte.weight" in self._file.keys() else ""  # noqa: SIM118  (not a dict)
+        self._names = {name: prefix + name for name in shapes}
+        found = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
+        for name, shape in shapes.items():
+            if found.get(self._names[name]) != tuple(shape):
+                got = found.get(self._names[name], "none")
+                raise ValueError(f"{self.path}: {self._names[name]}: expected shape {tuple(shape)}, got {got}")
+        spare = [name for name in found if name not in self._names.values() and not name.endswith((*UNUSED, HEAD))]
+        if spare:
+            raise ValueError(f"{self.path}: {spare[0]}: this GPT-2 has no such parameter")
+        if HEAD in found and not self._same(HEAD, self._names["wte.weight"]):
+            raise ValueError(f"{self.path}: {HEAD} differs from wte.weight; the model's head is wte")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._file = None
+
+    def fill(self, name, out):
+        """Assign a parameter to `out`, in its type, some rows at a time."""
+        for start, rows in self._rows(self._names[name]):
+            out[start : start + len(rows)] = rows
+
+    def _rows(self, stored):
+        """(first row, rows) of a tensor, about ROWS elements at a time."""
+        tensor = self._file.get_slice(stored)
+        shape = tensor.get_shape()
+        step = max(1, ROWS // max(1, prod(shape[1:])))
+        for start in range(0, shape[0], step):
+            yield start, tensor[start : min(start + step, shape[0])]
+
+    def _same(self, one, other):
+        pairs = zip(self._rows(one), self._rows(other), strict=False)
+        return all(np.array_equal(a, b) for (_, a), (_, b) in pairs)
+
+
+def write(folder, sizes, shapes, tensor):
+    """Write a folder, which is made if it is missing: tensor(name) is called for one name of `shapes` after the other.
+
+    Numbers are float32. Nothing takes its final name before all is written; raises ValueError where something is there.
+    """
+    folder = Path(folder)
+    for path in (folder / WEIGHTS, folder / CONFIG):
+        if path.exists():
+            raise ValueError(f"{path}: is there already; name another folder")
+    with named(folder):
+        folder.mkdir(exist_ok=True)
+    finished = {}
+    try:
+        for name, content in {WEIGHTS: _tensors(shapes, tensor), CONFIG: _config(sizes)}.items():
+            finished[folder / f".{name}"] = folder / name
+            with named(folder / name), open(folder / f".{name}", "wb") as file:
+                for part in content:
+                    file.write(part)
+        _open(folder / f".{WEIGHTS}")  # does another reader find it whole
+        for temporary, final in finished.items():
+            temporary.rename(final)
+    finally:
+        for temporary in finished:
+            temporary.unlink(missing_ok=True)
+
+
+def _config(sizes):
+    yield (json.dumps(config_for(sizes), indent=2) + "\n").encode()
+
+
+def _tensors(shapes, tensor):
+    """The bytes of a safetensors file, in parts."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # numbers start at a multiple of 8
+    yield len(text).to_bytes(8, "little") + text
+    for name in shapes:
+        yield np.ascontiguousarray(tensor(name), "<f4").data
+
+
+def _open(path):
+    """A safetensors file, opened. Raises ValueError for one that is missing or not whole, or without the package."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ValueError(f"{path}: needs the package safetensors (pip install safetensors)") from None
+    with named(path):
+        try:
+            return safe_open(path, framework="np")
+        except SafetensorError as error:
+            raise ValueError(f"{path}: {error}") from None

@@ -1,0 +1,112 @@
+"""Where the settings of a run come from if it goes on from something: the checkpoint's manifest, or a folder of weights.
+
+A flag that is not given takes the saved value; one that is given must agree with it, unless it is in FREE: those change
+how the same training is carried out.
+"""
+
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from zmpi import pretrained
+
+FREE = ("stage", "steps", "micro_batch", "accumulate", "precision", "reduction", "prefetch", "recompute")
+MODEL = ("model", "layers", "width", "heads", "context", "vocab")
+OPTIMIZER = (
+    "optimizer",
+    "lr",
+    "warmup",
+    "schedule",
+    "decay_steps",
+    "clip",
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "eps",
+    "momentum",
+)
+SCALING = ("loss_scale", "loss_scale_window")  # of a precision: they go with it
+SAMPLE = 1 << 20  # bytes at either end of a text that are compared
+
+
+def describe_run(args, zero, text):
+    """What the manifest keeps of a command's run: its flags, resolved, the data and the position in it."""
+    flags = {name: getattr(args, name) for name in ("data", "seed", *MODEL, *OPTIMIZER, *SCALING, *FREE)}
+    flags["heads"] = getattr(zero.model, "heads", None)
+    flags |= {name: value for name, value in asdict(zero.optimizer).items() if name in flags}
+    if args.data != "builtin":
+        flags["data"] = str(Path(args.data).resolve())
+    batch = args.micro_batch * args.accumulate * zero.world.size
+    position = {"global_batch": batch, "next_step": zero.step + 1, "sequences_seen": zero.step * batch}
+    return {"flags": flags, "data": {**identity(text), **position}}
+
+
+def identity(text):
+    """What tells one text from another: its length, its kind of tokens, and a checksum of its ends."""
+    whole = [text.train[:SAMPLE], text.train[-SAMPLE:], text.held_out[-SAMPLE:]]
+    checksum = 0
+    for part in whole:
+        checksum = zlib.crc32(part.tobytes(), checksum)
+    return {"tokens": len(text.train) + len(text.held_out), "kind": text.train.dtype.name, "crc32": checksum}
+
+
+def take_settings(args, given, manifest, size):
+    """Complete `args` from a manifest; `given` holds the flags of the command line. Raises ValueError for a contradiction."""
+    if manifest["run"] is None:
+        raise ValueError(f"{manifest.folder}: saved by a script, not by zmpi.train; go on from it with zero.load")
+    saved = dict(manifest["run"]["flags"])
+    if given.get("precision", saved["precision"]) != saved["precision"]:
+        saved = {name: value for name, value in saved.items() if name not in SCALING}
+    _take(args, given, saved, (*FREE, "data"), manifest.folder)
+    _fit_batch(args, given, manifest["run"]["data"]["global_batch"], size)
+    if args.steps < manifest["step"]:
+        raise ValueError(f"--steps: {args.steps} in total, but {manifest['step']} are done ({manifest.folder})")
+
+
+def same_text(text, args, manifest):
+    """Raise ValueError if the text is not the one that the checkpoint was trained on."""
+    saved, found = manifest["run"]["data"], identity(text)
+    for name, value in found.items():
+        if saved[name] != value:
+            raise ValueError(f"--data: {args.data} is another text than the checkpoint's: {name} {value}, was {saved[name]}")
+
+
+def take_sizes(args, given):
+    """Complete `args` from the folder of --init-from. Raises ValueError for a contradiction."""
+    saved = {"model": "transformer", **pretrained.sizes_in(args.init_from)}
+    _take(args, given, saved, (), Path(args.init_from) / pretrained.CONFIG)
+
+
+def init_from(zero, folder):
+    """Put the weights of a folder in place of the engine's, unit by unit: no rank ever holds the whole model."""
+    layouts = [unit.layout for unit in zero.units.values()]
+    shapes = {layout.prefix + name: shape for layout in layouts for name, shape in layout.shapes.items()}
+    with pretrained.Weights(folder, shapes) as weights:
+        for unit in zero.units.values():
+            full = zero.ledger.track("full", np.zeros(unit.layout.padded, np.float32))
+            for name, view in unit.layout.views(full).items():
+                weights.fill(unit.layout.prefix + name, view)
+            unit.fill(full)
+
+
+def _take(args, given, saved, free, source):
+    for name, value in saved.items():
+        if name not in given:
+            setattr(args, name, value)
+        elif name not in free and given[name] != value:
+            raise ValueError(f"--{name.replace('_', '-')}: {given[name]} contradicts {value} ({source})")
+
+
+def _fit_batch(args, given, batch, size):
+    """The same global batch on `size` ranks: of --micro-batch and --accumulate, what is not given follows."""
+    if "accumulate" not in given:
+        args.accumulate = max(1, batch // (args.micro_batch * size))
+    elif "micro_batch" not in given:
+        args.micro_batch = max(1, batch // (args.accumulate * size))
+    if args.micro_batch * args.accumulate * size != batch:
+        product = f"{args.micro_batch} x {args.accumulate} x {size}"
+        raise ValueError(
+            f"--micro-batch: micro-batch x accumulate x ranks = {product} is not the checkpoint's {batch} sequences"
+        )
