@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from shapes import shape_of
-from turns import Contender
+from turns import Contender, end_in_order
 
 HERE = Path(__file__).resolve().parent
 
@@ -58,6 +58,7 @@ def main():
     flags.add_argument("--stage", type=int, choices=range(4), default=3, help="stage (default: 3)")
     flags.add_argument("--rounds", type=int, default=10, help="turns of each world that are counted (default: 10)")
     args = flags.parse_args()
+    end_in_order()
     cores = os.cpu_count()
     print(f"{args.shape}, stage {args.stage}, {cores} cores, one thread per rank")
     print(f"{'what grows':28} {'from':>5} -> {'to':>5} {'step':>24} {'ratio':>7} {'exponent':>8} {'of the work':>11}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from shapes import shape_of
-from turns import Contender, bare_bytes
+from turns import Contender, bare_bytes, end_in_order
 
 HERE = Path(__file__).resolve().parent
 # FSDP2's best memory: large freed blocks go back to the system instead of staying with glibc.
@@ -173,6 +173,7 @@ def main():
     flags.add_argument("--json", metavar="FILE", help="all numbers")
     flags.add_argument("--picture", metavar="FILE", help="bars, as .png or .svg (needs matplotlib)")
     args = flags.parse_args()
+    end_in_order()
     rows, lines = measure(args)
     table = text(rows, lines, args)
     print(table)

@@ -6,6 +6,7 @@ neither MPI nor gloo polls there. The driver half is `Contender`, the worker hal
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +30,11 @@ def bare_bytes():
     return int(subprocess.run([sys.executable, "-c", BARE], capture_output=True, check=True, text=True).stdout) << 10
 
 
+def end_in_order():
+    """Let a driver that is told to end close its contenders first."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
 # ---- the driver ------------------------------------------------------------------------------------------------------
 
 
@@ -39,18 +45,23 @@ class Contender:
         """`launched`: by mpirun; else each process is told its rank in the environment, as torchrun does."""
         self.name, self.size = name, size
         self.seconds, self.losses, self.peaks = [], [], []  # of every step so far; peak bytes of each rank
+        self._processes, self._workers = [], []
         self._folder = tempfile.TemporaryDirectory(prefix="turns-")
+        self._log = open(f"{self._folder.name}/log", "w+b")  # noqa: SIM115  (closed with the contender)
         path = f"{self._folder.name}/socket"
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(path)
-            listener.listen(size)
-            listener.settimeout(5)
-            settings = os.environ | {"OMP_NUM_THREADS": "1", SOCKET: path, "PYTHONPATH": str(ROOT)} | dict(environment)
-            self._log = open(f"{self._folder.name}/log", "w+b")  # noqa: SIM115  (closed with the contender)
-            self._processes = self._start([sys.executable, *arguments], settings, launched)
-            self._workers = [self._accept(listener) for _ in range(size)]
-        self.imports = [hello["imports"] for hello in self._answers()]  # peak bytes of each rank after its imports
-        self._answers()  # ready
+        settings = os.environ | {"OMP_NUM_THREADS": "1", SOCKET: path, "PYTHONPATH": str(ROOT)} | dict(environment)
+        try:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(path)
+                listener.listen(size)
+                listener.settimeout(5)
+                self._processes = self._start([sys.executable, *arguments], settings, launched)
+                self._workers = [self._accept(listener) for _ in range(size)]
+            self.imports = [hello["imports"] for hello in self._answers()]  # peak bytes of each rank after its imports
+            self._answers()  # ready
+        except BaseException:
+            self.close(at_once=True)
+            raise
 
     def _start(self, command, settings, launched):
         def start(command, settings):
@@ -89,7 +100,6 @@ class Contender:
     def _fail(self):
         self._log.seek(0)
         lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
-        self.close()
         raise RuntimeError(f"{self.name}: {lines[-1] if lines else 'ended without a word'}")
 
     def turn(self, steps):
@@ -105,15 +115,15 @@ class Contender:
         self.extra = answers[0]["extra"]
         return seconds
 
-    def close(self):
-        """End the world: its workers see the end of their sockets."""
-        for worker in getattr(self, "_workers", []):
+    def close(self, at_once=False):
+        """End the world: its workers see the end of their sockets; what has not ended by then is killed."""
+        for worker in self._workers:
             worker.close()
         for process in self._processes:
             try:
-                process.wait(20)
+                process.wait(0.1 if at_once else 20)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         self._log.close()
         self._folder.cleanup()
