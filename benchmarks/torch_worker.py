@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch_gpt import TorchGPT
-from turns import Turns
+from turns import SOCKET, Turns
 
 
 def main(shape_name, kind):
@@ -25,7 +25,8 @@ def main(shape_name, kind):
     torch.set_num_threads(1)
     if kind.startswith("deepspeed"):
         import deepspeed  # noqa: F401  (its memory counts as imports)
-    dist.init_process_group("gloo")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{os.environ[SOCKET]}.store", rank=rank, world_size=size)
     turns, shape = Turns(), shape_of(shape_name)
     torch.manual_seed(task.SEED)
     with torch.device("meta") if kind.startswith("fsdp2") else nullcontext():

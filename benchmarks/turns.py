@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 ROOT = Path(__file__).resolve().parent.parent
 SOCKET = "ZMPI_BENCHMARK_SOCKET"
@@ -44,7 +44,8 @@ class Contender:
     def __init__(self, name, arguments, size, launched=False, environment=()):
         """`launched`: by mpirun; else each process is told its rank in the environment, as torchrun does."""
         self.name, self.size = name, size
-        self.seconds, self.losses, self.peaks = [], [], []  # of every step so far; peak bytes of each rank
+        self.seconds, self.cpu, self.losses = [], [], []  # of every step so far
+        self.peaks = []  # bytes, of each rank
         self._processes, self._workers = [], []
         self._folder = tempfile.TemporaryDirectory(prefix="turns-")
         self._log = open(f"{self._folder.name}/log", "w+b")  # noqa: SIM115  (closed with the contender)
@@ -110,6 +111,7 @@ class Contender:
         answers = self._answers()
         seconds = [max(step) for step in zip(*(answer["seconds"] for answer in answers), strict=True)]
         self.seconds += seconds
+        self.cpu += [max(step) for step in zip(*(answer["cpu"] for answer in answers), strict=True)]
         self.losses += [sum(step) / self.size for step in zip(*(answer["losses"] for answer in answers), strict=True)]
         self.peaks = [answer["peak"] for answer in answers]
         self.extra = answers[0]["extra"]
@@ -150,12 +152,13 @@ class Turns:
         self._say(ready=True)
         done = 0
         while line := self._file.readline():
-            seconds, losses = [], []
+            seconds, cpu, losses = [], [], []
             for _ in range(int(line)):
                 batch = batches.of_step(done)
-                began = perf_counter()
+                began, cpu_began = perf_counter(), process_time()
                 loss = train_step(*batch)
                 seconds.append(perf_counter() - began)
+                cpu.append(process_time() - cpu_began)
                 losses.append(float(loss))
                 done += 1
-            self._say(seconds=seconds, losses=losses, peak=peak_bytes(), extra=extra())
+            self._say(seconds=seconds, cpu=cpu, losses=losses, peak=peak_bytes(), extra=extra())
