@@ -5,8 +5,7 @@ flattened), V vocabulary, R rows of one block, S keys that a block of rows may s
 
 A forward never writes its inputs and returns new memory. A backward takes the gradient of its forward's output first and
 accumulates (`+=`) into the gradients of parameters; where it may overwrite `dy`, its docstring says so. All results have
-the dtype of the inputs. Only functions that dispatch on the type of array are used: one source for NumPy and CuPy. Long
-elementwise chains run in place, over blocks of rows that stay in the cache.
+the dtype of the inputs. Only functions that dispatch on the type of array are used: one source for NumPy and CuPy.
 """
 
 import math
@@ -16,15 +15,15 @@ import numpy as np
 from models.twins import on_gpu
 
 BLOCK = 1 << 16  # elements: 256 KiB of float32, a few of which fit into a level 2 cache
+PRODUCT = 1 << 20  # elements of a block of a matrix product: 4 MiB, large enough to multiply at full speed
 ROWS = 64  # rows of attention scores at once: small blocks skip more of the future, large ones multiply faster
 EPS = 1e-5  # layer norm, as in GPT-2
-GELU_0 = math.sqrt(2 / math.pi)
-GELU_1 = 0.044715 * GELU_0
+GELU_0, GELU_1 = math.sqrt(2 / math.pi), 0.044715 * math.sqrt(2 / math.pi)
 
 
-def row_blocks(x_NF):
-    """Yields slices of rows, about BLOCK elements each."""
-    rows = max(1, BLOCK // x_NF.shape[1])
+def row_blocks(x_NF, elements=BLOCK):
+    """Yields slices of rows, of about so many elements: long elementwise chains run in place, over what stays in cache."""
+    rows = max(1, elements // x_NF.shape[1])
     for start in range(0, len(x_NF), rows):
         yield slice(start, start + rows)
 
@@ -39,7 +38,9 @@ def flat_rows(x):
 
 def add_product(dw_MN, a_MK, b_KN):
     """dw += a @ b. On a GPU dw may be wider than a and b, and what is added is not rounded to their 16 bits."""
-    dw_MN += np.matmul(a_MK, b_KN)
+    for rows in row_blocks(dw_MN, PRODUCT):  # a product as large as an embedding is never held beside dw
+        dw_RN = dw_MN[rows]
+        dw_RN += np.matmul(a_MK[rows], b_KN)
 
 
 def linear(x, w_CF, b_F):

@@ -107,31 +107,31 @@ class AdamW(_Optimizer):
 
 @on_gpu
 def adamw(master, owned, by):
-    """AdamW's arithmetic on a Slice, whose `master` comes first; `by` holds the numbers of one update."""
-    length = min(BLOCK, len(master))
-    g, scratch = np.empty_like(master, shape=length), np.empty_like(master, shape=length)
+    """AdamW's arithmetic on a Slice, whose `master` comes first; `by` holds the numbers of one update.
+
+    With g' = (1 - beta1) g, which m needs, (1 - beta2) g^2 is a multiple of g'^2; and the root of v's correction goes
+    into the step size and eps. So a block is passed over 13 times, not 16.
+    """
+    new, root = 1.0 - by.beta1, by.root_of_correction
+    of_square = (1.0 - by.beta2) / new**2
+    scratch = np.empty_like(master, shape=min(BLOCK, len(master)))
     for start, stop, decays in owned.blocks():
         p, m, v = (x[start:stop] for x in (master, owned.moments["m"], owned.moments["v"]))
-        g_, s_ = g[: stop - start], scratch[: stop - start]
-        if by.factor == 1.0:
-            np.copyto(g_, owned.gradient[start:stop])
-        else:
-            np.multiply(owned.gradient[start:stop], by.factor, out=g_, dtype=g_.dtype)
+        s = scratch[: stop - start]
         if decays:
             p *= by.kept
-        np.multiply(g_, 1.0 - by.beta1, out=s_)  # m = beta1 m + (1 - beta1) g
-        m *= by.beta1
-        m += s_
-        np.multiply(g_, g_, out=s_)  # v = beta2 v + (1 - beta2) g^2
-        s_ *= 1.0 - by.beta2
+        np.multiply(owned.gradient[start:stop], new * by.factor, out=s, dtype=s.dtype)
+        m *= by.beta1  # m = beta1 m + (1 - beta1) g
+        m += s
+        s *= s  # v = beta2 v + (1 - beta2) g^2
+        s *= of_square
         v *= by.beta2
-        v += s_
-        np.sqrt(v, out=s_)  # p -= lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
-        s_ /= by.root_of_correction
-        s_ += by.eps
-        np.divide(m, s_, out=s_)
-        s_ *= by.step_size
-        p -= s_
+        v += s
+        np.sqrt(v, out=s)  # p -= lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps), both times sqrt(1 - beta2^t)
+        s += by.eps * root
+        np.divide(m, s, out=s)
+        s *= by.step_size * root
+        p -= s
     owned.round()
 
 
@@ -171,10 +171,14 @@ class SGD(_Optimizer):
 
 def sum_of_squares(vector):
     """The sum of squares as a float, in float64, block by block: its bits depend on the vector's values alone."""
-    total = 0.0
-    for start in range(0, len(vector), BLOCK // 8):
-        block = vector[start : start + BLOCK // 8]
-        total += float(np.sum(np.square(block, dtype=np.float64)))
+    total, length = 0.0, min(BLOCK // 4, len(vector))
+    scratch = np.empty_like(vector, shape=length, dtype=np.float64)
+    for start in range(0, len(vector), max(1, length)):
+        block = vector[start : start + length]
+        wide = scratch[: len(block)]
+        np.copyto(wide, block)  # widened in a pass of its own: faster than a product that widens as it goes
+        np.multiply(wide, wide, out=wide)
+        total += float(wide.sum())
     return total
 
 

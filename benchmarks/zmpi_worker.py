@@ -1,0 +1,34 @@
+"""One rank of zmpi in training, default flags: python zmpi_worker.py SHAPE STAGE, under mpirun. Started by peers.py."""
+
+import sys
+
+import task
+from shapes import shape_of
+from turns import Turns
+
+from zmpi import AdamW, World, ZeRO
+
+
+def main(shape_name, stage):
+    """Train when told to."""
+    turns, shape, world = Turns(), shape_of(shape_name), World()
+    optimizer = AdamW(
+        lr=task.ADAMW["lr"],
+        beta1=task.ADAMW["betas"][0],
+        beta2=task.ADAMW["betas"][1],
+        eps=task.ADAMW["eps"],
+        weight_decay=task.WEIGHT_DECAY,
+        clip=task.CLIP,
+    )
+    zero = ZeRO(task.model_of(shape), world, int(stage), optimizer, seed=task.SEED)
+    batches = task.Batches(shape, world.rank, world.size)
+    turns.serve(batches, lambda inputs, targets: zero.train_step([(inputs, targets)]), extra=lambda: _blocked(zero))
+
+
+def _blocked(zero):
+    """Seconds of the last step in which rank 0 waited inside MPI."""
+    return {"blocked_s": sum(entry["blocked_s"] for entry in zero.ledger["comm"].values())}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
