@@ -25,6 +25,7 @@ from zmpi.layout import chunks
 from zmpi.sums import add_in_order
 from zmpi.transport import Paced, check_vector, choose_transport, cuda_awareness, ways
 
+CUT = 8  # what a reduction has to cut, or to add up itself, it cuts into eighths of a chunk
 CHUNK_BYTES = 16 << 20  # of one collective over all ranks: MPI's collectives are fastest between 1 and 16 MiB
 
 
@@ -165,8 +166,7 @@ class Communicator:
         if self._latest and way.depth < inf:
             self._latest.Wait()  # its pinned buffers are needed
         self._latest = Paced(way, cuts, partial(self._post, shard, full), partial(way.arrived, full, self.shards))
-        padding = layout.padding(layout.shard(self.shard))
-        self._book("all_gather", layout, len(cuts), padding, full.itemsize)
+        self._book("all_gather", layout, len(cuts), layout.padding(layout.shard(self.shard)), full.itemsize)
         self.in_flight += 1
         return Gather(self, layout.name, [self._latest], (shard, full))
 
@@ -177,10 +177,9 @@ class Communicator:
         made in the wider type and rounded once, so a 16-bit `out` must be fresh.
         """
         check_vector(full, layout.padded, self._message.dtype)
-        check_vector(
-            out, layout.shard_length, full.dtype if out.dtype == full.dtype else np.result_type(full.dtype, np.float32)
-        )
-        pieces = self._chunks(layout, full.itemsize)
+        wide = np.result_type(full.dtype, np.float32)
+        check_vector(out, layout.shard_length, full.dtype if out.dtype == full.dtype else wide)
+        pieces = self._cuts(layout, full.itemsize)
         for start, stop in pieces:
             began = perf_counter()
             with self.guard.waiting(f"reduce_scatter {layout.name}"):
@@ -204,11 +203,13 @@ class Communicator:
 
     def reserve(self, layouts, dtype):
         """Allocate the message buffer of reductions, once: for one chunk of the largest unit, never more."""
-        itemsize = np.dtype(dtype).itemsize
+        needed = []
+        for layout in layouts:
+            elements = self._cuts(layout, np.dtype(dtype).itemsize)[0][1]
+            packed = self.shards if elements < layout.shard_length else 0  # `mpi` packs only what it has to cut
+            needed.append(elements * (self.shards if self.ordered else 1 + packed))
+        self._message = self.ledger.track("message", self.xp.empty(max(needed), dtype))
         longest = max(layout.shard_length for layout in layouts)
-        chunk = min(longest, self._chunk_elements(itemsize))
-        rows = self.shards if self.ordered or chunk < longest else 0  # `mpi` packs only what it has to cut
-        self._message = self.ledger.track("message", self.xp.empty((rows + (not self.ordered)) * chunk, dtype))
         for way in {self._gathers, self._reductions}:
             way.reserve(max(8 * self.shards, min(self.chunk_bytes, 8 * self.shards * longest)))  # 8: the widest type's bytes
 
@@ -233,8 +234,7 @@ class Communicator:
         else:
             if send.extent > elements:  # Reduce_scatter_block knows no rows with gaps between them
                 packed = self._message[elements : elements + self.shards * elements]
-                columns = full.reshape(self.shards, layout.shard_length)[:, start:stop]
-                np.copyto(packed.reshape(self.shards, elements), columns)
+                np.copyto(packed.reshape(self.shards, elements), full.reshape(self.shards, layout.shard_length)[:, start:stop])
                 send = way.outgoing(packed, 1, 0, len(packed))
             into = way.incoming(rows, 1, 0, len(rows))
             self.mpi.Reduce_scatter_block([_memory(send), elements, kind], [_memory(into), elements, kind], op=MPI.SUM)
@@ -248,6 +248,11 @@ class Communicator:
         """Cut a shard: the cuts depend on the layout and the number of ranks only, so they are the same at every stage."""
         return chunks(layout.shard_length, self._chunk_elements(itemsize))
 
+    def _cuts(self, layout, itemsize):
+        """The same for reductions: MPI sums a whole shard where a chunk holds it; small pieces stay in cache."""
+        limit, length = self._chunk_elements(itemsize), layout.shard_length
+        return chunks(length, length if length <= limit and not self.ordered else max(1, limit // CUT))
+
     def _row(self, elements, extent, kind):
         """A datatype of `elements` contiguous elements, the next one of which lies `extent` elements further on."""
         key = elements, extent, kind.name
@@ -259,8 +264,7 @@ class Communicator:
         others = self.shards - 1
         sent = others * layout.shard_length * itemsize
         padding *= (others if kind == "all_gather" else 1) * itemsize
-        entry = {"calls": calls, "elements": layout.elements, "bytes_sent": sent, "padding_bytes": padding}
-        self.ledger.book(kind, layout.name, **entry)
+        self.ledger.book(kind, layout.name, calls=calls, elements=layout.elements, bytes_sent=sent, padding_bytes=padding)
 
 
 class Gather:

@@ -49,7 +49,7 @@ class CountedCommunicator(Communicator):
         block = min(len(out), self._chunk_elements(full.itemsize), REDUCE_BLOCK)
         add_in_order([self._message[:block]], out[:block], fresh)
         padding = layout.padded - layout.elements - layout.padding(layout.shard(self.shard))
-        self._book("reduce_scatter", layout, len(self._chunks(layout, full.itemsize)), padding, full.itemsize)
+        self._book("reduce_scatter", layout, len(self._cuts(layout, full.itemsize)), padding, full.itemsize)
 
     def gather_scalars(self, values):
         sent = (self.size - 1) * 8 * len(values)
