@@ -205,8 +205,7 @@ def attention(qkv_BTF, heads):
             p_HRS -= highest_HR1
             np.exp(p_HRS, out=p_HRS)
             total_HR1 = p_HRS.sum(axis=-1, keepdims=True)
-            y_HRD = y_HTD[:, rows]
-            np.matmul(p_HRS, v_HTD[:, seen], out=y_HRD)
+            y_HRD = np.matmul(p_HRS, v_HTD[:, seen], out=y_HTD[:, rows])
             y_HRD /= total_HR1  # D divisions a row instead of S
             np.add(highest_HR1, np.log(total_HR1), out=lse_BHT1[b, :, rows])
     return y_BTC, lse_BHT1
@@ -296,6 +295,6 @@ def cross_entropy(logits_NV, targets_N, divisor):
 
 # On a GPU the fused twins of kernels.py take over: CuPy's arrays are handed to them.
 add_product, linear, linear_backward, scale_shift = map(on_gpu, (add_product, linear, linear_backward, scale_shift))
-gelu, gelu_backward, attention, attention_backward = map(on_gpu, (gelu, gelu_backward, attention, attention_backward))
-layer_norm, layer_norm_backward, embedding_backward = map(on_gpu, (layer_norm, layer_norm_backward, embedding_backward))
+gelu, gelu_backward, layer_norm, layer_norm_backward = map(on_gpu, (gelu, gelu_backward, layer_norm, layer_norm_backward))
+attention, attention_backward, embedding_backward = map(on_gpu, (attention, attention_backward, embedding_backward))
 cross_entropy = on_gpu(cross_entropy)

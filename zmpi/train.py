@@ -174,7 +174,7 @@ def _train(zero, batches, args, log, saving):
     saving.now()
     if args.trace:
         write_trace(args.trace, zero)
-    _say(zero.world, summary(zero, log, median(seconds)))
+    _say(zero.world, "\n" + summary(zero, log, median(seconds)))  # below the bar, which another stream may still be drawing
 
 
 def _steps(zero, batches, args, log, saving):
