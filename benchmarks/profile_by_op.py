@@ -20,7 +20,7 @@ WRAPPED = (
     (comm, "add_in_order", "reduce-scatter: add"),
     (comm.Communicator, "gather_scalars", "scalars"),
     (optim.AdamW, "update", "AdamW"),
-    (unit, "sum_of_squares", "norm"),
+    (unit, "sums_of_squares", "norm"),
     (unit.Unit, "gradient_views", "partial gradients: zero"),
     (engine.ZeRO, "_forward", "rest of forward"),
     (engine.ZeRO, "_backward", "rest of backward"),
