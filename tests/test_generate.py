@@ -9,6 +9,7 @@ from small_models import spread
 
 from models import GPT, MLP, plain_weights, unit_of
 from zmpi.coding import Bytes, Ids, Voice, Words
+from zmpi.device import choose_device
 from zmpi.sampling import draw, generate
 
 
@@ -23,6 +24,7 @@ class Alone:
 
     def __init__(self, model):
         self.model, self.weights, self.seen = model, spread(plain_weights(model, 0, np.float64)), []
+        self.world = SimpleNamespace(device=choose_device("cpu"))
         self.comm = SimpleNamespace(gather_scalars=lambda values: np.array([values], float))
 
     def forward(self, x, apply=lambda layer, w, x: layer.forward(w, x)[0]):
