@@ -6,6 +6,8 @@ worlds; under mpirun only they run (`mpirun -n 3 python -m pytest tests/world`),
 
 import os
 
+import mpirun  # noqa: F401  (takes down the environment before any test imports zmpi)
+
 UNDER_A_LAUNCHER = any(name in os.environ for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK"))
 
 collect_ignore_glob = ["test_*.py", "faults/*"] if UNDER_A_LAUNCHER else ["world", "world/*", "faults/*"]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# What a world starts from. Importing zmpi sets this process's threads, as if it had both cores: not for four ranks.
+ENVIRONMENT = dict(os.environ)
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ def run_world(size, arguments, timeout, **environment):
     mark = f"world-{uuid.uuid4().hex}"  # in every rank's environment, so that a survivor is recognised
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     polite = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}  # MPICH's waiting ranks give up their core: here ranks outnumber cores
-    settings = polite | os.environ | {"PYTHONPATH": path, "ZMPI_TEST_WORLD": mark} | environment
+    settings = polite | ENVIRONMENT | {"PYTHONPATH": path, "ZMPI_TEST_WORLD": mark} | environment
     command = [mpirun(), "-n", str(size), sys.executable, *map(str, arguments)]
     with subprocess.Popen(command, env=settings, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as world:
         try:
