@@ -260,7 +260,8 @@ def test_a_text_of_one_window_trains(tmp_path):
 THREADS = """
 import os, re, zmpi, numpy
 numpy.ones((300, 300)) @ numpy.ones((300, 300))
-print("threads", re.search(r"Threads:\\s+(\\d+)", open("/proc/self/status").read())[1], os.environ["OMP_NUM_THREADS"])
+threads = re.search(r"Threads:\\s+(\\d+)", open("/proc/self/status").read())[1]
+os.write(1, f"threads {threads} {os.environ['OMP_NUM_THREADS']}\\n".encode())  # in one piece: ranks write at the same time
 """
 
 
