@@ -1,13 +1,12 @@
 """python -m zmpi.plan: does it fit, and what will it cost? A formula for a number of parameters, a dry run for a model."""
 
 import json
-import sys
 from pathlib import Path
 
 from zmpi.estimate import HIGHEST, Setting, Speed, largest, ranks_that_pay, speed_of
 from zmpi.guard import UsageError
 from zmpi.model_flags import build_model, model_flags
-from zmpi.options import Parser, Told, named_as_flags, real, whole
+from zmpi.options import Parser, alone, named_as_flags, real, whole
 from zmpi.paper import both_tables, largest_model
 from zmpi.precision import RECIPES, Policy
 from zmpi.stages import STAGES, elements_moved, state_bytes
@@ -45,13 +44,8 @@ def parser():
 
 def main(argv=None):
     """Run the command; what is wrong with it is one line, status 2."""
-    try:
+    with alone(COMMAND):
         print(answer(parser().parse_args(argv)))
-    except Told as told:
-        print(told, end="")
-    except (UsageError, ValueError, OSError) as error:
-        print(f"{COMMAND}: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def answer(args):

@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 
 from zmpi.comm import Communicator
-from zmpi.ledger import peak_resident_bytes
+from zmpi.memory import peak_resident_bytes
 from zmpi.watch import Memory, WatchedZeRO
 
 NUMPY_DOMAIN = np.lib.tracemalloc_domain  # of array data
