@@ -66,8 +66,8 @@ def test_table_2s_theory_and_the_share_that_was_measured(capsys):
 
 
 @pytest.mark.parametrize("arguments", [HUNDRED_BILLION, TRILLION], ids=["100B on 400", "1T on 1,024"])
-def test_a_large_world_is_walked_in_seconds_without_memory_or_mpi(arguments):
-    """Under 10 s and 1 GB. The processor's time is taken: the clock's includes what other processes took."""
+def test_a_large_world_is_walked_without_memory_or_mpi(arguments):
+    """Under 1 GB, and soon (1.4 and 3.1 s when this was written): a walk over the elements themselves would not end."""
     command = [sys.executable, "-c", WITHOUT_MPI, *arguments.split()]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     assert float(done.stderr) < 1e9  # bytes resident: nothing of the model's size was allocated
