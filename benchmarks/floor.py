@@ -10,13 +10,13 @@ import resource
 from statistics import median
 from time import perf_counter
 
+import zmpi  # before NumPy, as in python -m zmpi.train: it chooses what BLAS reads when it is loaded
+
 import numpy as np
 import task
 from mpi4py import MPI
 from profile_by_op import Gemms, Profile
 from shapes import SHAPES, shape_of
-
-from zmpi import AdamW, World, ZeRO
 
 RAW_BYTES = 4 << 20  # of one raw collective over all ranks
 RAW_CALLS = 8
@@ -54,8 +54,8 @@ class Measured:
 
     def __init__(self, stage, shape, world):
         self.stage, self.world = stage, world
-        optimizer = AdamW(lr=3e-4, beta1=0.9, beta2=0.95, weight_decay=task.WEIGHT_DECAY, clip=task.CLIP)
-        self.zero = ZeRO(task.model_of(shape), world, stage, optimizer, seed=task.SEED)
+        optimizer = zmpi.AdamW(lr=3e-4, beta1=0.9, beta2=0.95, weight_decay=task.WEIGHT_DECAY, clip=task.CLIP)
+        self.zero = zmpi.ZeRO(task.model_of(shape), world, stage, optimizer, seed=task.SEED)
         self.batches = task.Batches(shape, world.rank, world.size)
         self.rounds, self.faults, self.blocked = [], [], []
         self.ratios = []  # step / floor of each round
@@ -145,7 +145,7 @@ def main():
     flags.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3], help="stages (default: all)")
     flags.add_argument("--rounds", type=int, help="rounds (default: the shape's)")
     args = flags.parse_args()
-    shape, world = shape_of(args.shape), World()
+    shape, world = shape_of(args.shape), zmpi.World()
     stages = [Measured(stage, shape, world) for stage in args.stages]
     found = measure(stages, shape, args.rounds or shape.rounds, world)
     if world.rank == 0:

@@ -2,17 +2,17 @@
 
 import sys
 
+import zmpi  # before NumPy, as in python -m zmpi.train: it chooses what BLAS reads when it is loaded
+
 import task
 from shapes import shape_of
 from turns import Turns
 
-from zmpi import AdamW, World, ZeRO
-
 
 def main(shape_name, stage):
     """Train when told to."""
-    turns, shape, world = Turns(), shape_of(shape_name), World()
-    optimizer = AdamW(
+    turns, shape, world = Turns(), shape_of(shape_name), zmpi.World()
+    optimizer = zmpi.AdamW(
         lr=task.ADAMW["lr"],
         beta1=task.ADAMW["betas"][0],
         beta2=task.ADAMW["betas"][1],
@@ -20,7 +20,7 @@ def main(shape_name, stage):
         weight_decay=task.WEIGHT_DECAY,
         clip=task.CLIP,
     )
-    zero = ZeRO(task.model_of(shape), world, int(stage), optimizer, seed=task.SEED)
+    zero = zmpi.ZeRO(task.model_of(shape), world, int(stage), optimizer, seed=task.SEED)
     batches = task.Batches(shape, world.rank, world.size)
     turns.serve(batches, lambda inputs, targets: zero.train_step([(inputs, targets)]), extra=lambda: _blocked(zero))
 

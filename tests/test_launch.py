@@ -1,6 +1,7 @@
 """What the launcher's variables say: threads per rank, and whether launcher and MPI library fit (case B18, promise P6)."""
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -94,6 +95,43 @@ def test_the_blas_really_has_that_many_threads(first):
     """Also where a script imports NumPy before zmpi, when the environment comes too late."""
     environ = {name: value for name, value in os.environ.items() if name not in launch.THREADS}
     assert python(f"{first}\n{BLAS}", environ | {"MPI_LOCALNRANKS": "4096"}) == "1\n"
+
+
+ZEN_4 = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\nflags\t\t: fpu avx2 avx512f avx512dq\n\n"
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [
+        (True, ZEN_4),
+        (False, ZEN_4.replace(" avx512f", "")),  # Zen 3: of family 25 too
+        (False, ZEN_4.replace(": 25", ": 26")),  # Zen 5 has units of 512 bits
+        (False, ZEN_4.replace("AuthenticAMD", "GenuineIntel")),
+        (False, ""),
+    ],
+)
+def test_zen_4_multiplies_with_kernels_of_256_bits(tmp_path, told, text):
+    cpuinfo, environ = tmp_path / "cpuinfo", {}
+    cpuinfo.write_text(text)
+    assert launch.choose_kernels(environ, cpuinfo) is told
+    assert environ == ({"OPENBLAS_CORETYPE": "Haswell"} if told else {})
+    assert not launch.choose_kernels({}, tmp_path / "none")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="Nehalem is an x86")
+def test_the_kernels_in_use_are_told():
+    """OpenBLAS itself is asked, so a NumPy of another BLAS says unknown."""
+    script = "import numpy; from zmpi import launch; print(launch.kernels_in_use())"
+    if python(script, os.environ) == "unknown\n":
+        pytest.skip("NumPy's BLAS is not OpenBLAS")
+    assert python(script, os.environ | {"OPENBLAS_CORETYPE": "Nehalem"}) == "Nehalem\n"
+
+
+def test_kernels_that_the_user_chose_are_kept(tmp_path):
+    environ = {"OPENBLAS_CORETYPE": "SkylakeX"}
+    (tmp_path / "cpuinfo").write_text(ZEN_4)
+    assert not launch.choose_kernels(environ, tmp_path / "cpuinfo")
+    assert environ == {"OPENBLAS_CORETYPE": "SkylakeX"}
 
 
 def test_freed_memory_is_kept_or_there_is_no_glibc():

@@ -1,7 +1,7 @@
 """zmpi: ZeRO on MPI. Training state is kept apart, one shard per rank; a layer is put together only while it is computed.
 
-Importing it sets the number of BLAS threads (before NumPy is loaded) and how freed memory is kept; names are loaded on
-first use, so that what needs no MPI (zmpi.plan, zmpi.export) runs where there is none.
+Importing it sets the number of BLAS threads, BLAS kernels (before NumPy is loaded) and how freed memory is kept; names are
+loaded on first use, so that what needs no MPI (zmpi.plan, zmpi.export) runs where there is none.
 """
 
 import importlib
@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from zmpi.launch import keep_freed_memory, set_threads, wait_politely
+from zmpi.launch import choose_kernels, keep_freed_memory, set_threads, wait_politely
 
 __version__ = "0.1.0"
 
@@ -43,5 +43,6 @@ def _check_models():
 
 _check_models()
 set_threads(os.environ)
+choose_kernels(os.environ)
 wait_politely(os.environ)
 keep_freed_memory()

@@ -8,7 +8,7 @@ from time import perf_counter
 import numpy as np
 
 from zmpi.comm import Communicator
-from zmpi.launch import cores, launcher
+from zmpi.launch import cores, kernels_in_use, launcher
 from zmpi.layout import Layout
 from zmpi.ledger import Ledger
 from zmpi.machine import cpu_name
@@ -45,7 +45,7 @@ def main(argv=None):
         print(f"launcher  {launcher(os.environ)}, {world.size} rank{'s' if world.size > 1 else ''}")
         print(f"CUDA      {'aware' if aware else 'not aware'}; arrays on GPUs would go {gpus_way} ({how})")
         print(f"transport {world.transport} ({world.transport_why}), device {world.device.name} {_chosen(world.device)}")
-        print(table([("rank", "host", "processor", "cores", "threads", "device"), *ranks], left=3))
+        print(table([("rank", "host", "processor", "BLAS kernels", "cores", "threads", "device"), *ranks], left=4))
         print(rates)
         print(verdict(world, threads, aware, wrong), flush=True)
     if wrong:
@@ -69,7 +69,7 @@ def _own_facts(world):
     """This rank's row."""
     own, _ = cores(os.environ)
     device = world.device.name
-    return str(world.rank), platform.node(), cpu_name(), str(own), str(world.threads), device
+    return str(world.rank), platform.node(), cpu_name(), kernels_in_use(), str(own), str(world.threads), device
 
 
 def _chosen(device):
