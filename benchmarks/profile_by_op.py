@@ -6,13 +6,13 @@ from time import perf_counter
 
 import numpy as np
 
-from models import ops, transformer
+from models import attention, fused, ops, transformer
 from zmpi import comm, engine, optim, unit
 
-OPS = [name for name in vars(ops) if callable(getattr(ops, name)) and getattr(transformer, name, None) is getattr(ops, name)]
+OPS = [name for module in (ops, attention, fused) for name in vars(module) if callable(getattr(transformer, name, None))]
 # (where a name is looked up, the name, what it is called in the table)
 WRAPPED = (
-    *((transformer, name, name) for name in OPS if name != "flat_rows"),
+    *((transformer, name, name) for name in sorted({*OPS} - {"flat_rows"})),
     (np, "matmul", "matmul"),
     (comm.Communicator, "all_gather", "all-gather: start"),
     (comm.Gather, "wait", "all-gather: wait"),

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from models.ops import ROWS, attention_scores, by_head, future_mask
+from models.attention import ROWS, attention_scores, by_head, future_mask
 from models.transformer import Block, Embedding
 from models.twins import on_gpu
 
@@ -40,7 +40,7 @@ class Cache:
         return layer.forward(w, x[:, -1:])[0]  # the head: only what follows the last position is asked for
 
     def _attend(self, name, qkv_BRF, heads):
-        """ops.attention with the positions before these; they are kept."""
+        """attention with the positions before these; they are kept."""
         B, R, F = qkv_BRF.shape
         if name not in self._kept:
             shape = (2, B, heads, self.model.context, F // 3 // heads)
@@ -56,7 +56,7 @@ class Cache:
 
 @on_gpu
 def attention_to_all(q_HRD, k_HSD, v_HSD, y_HRD):
-    """y = softmax(q k^T / sqrt(D) + mask) v into y, as in ops.attention; the R rows are the last of the S positions."""
+    """y = softmax(q k^T / sqrt(D) + mask) v into y, as in attention; the R rows are the last of the S positions."""
     R, before = q_HRD.shape[1], k_HSD.shape[1] - q_HRD.shape[1]
     mask, scale = future_mask(q_HRD, min(R, ROWS)), 1 / math.sqrt(q_HRD.shape[2])
     for start in range(0, R, ROWS):

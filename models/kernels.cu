@@ -25,32 +25,32 @@ GLOBAL column_sums(const T *x, W *partial, Index N, Index F, Index parts) {
 
 // ---- GELU --------------------------------------------------------------------------------------------------------------
 
-// y = gelu(x + bias), and x + bias in x's memory; without a bias (F = 0) x stays as it is.
+__device__ W gelu_share(W v) { return (W)0.5 + (W)0.5 * tanh(v * (GELU_0 + GELU_1 * v * v)); }
+
+__device__ W gelu_slope(W v, W s) { return s * ((W)1 + ((W)1 - s) * v * ((W)2 * GELU_0 + (W)6 * GELU_1 * v * v)); }
+
+// y = gelu(x + bias), and its slope in x's memory; without a bias (F = 0) x stays as it is.
 GLOBAL gelu(T *x, const T *bias, T *y, Index n, Index F) {
     EACH(i, n) {
-        if (F) x[i] = T((W)x[i] + (W)bias[i % F]);
-        W v = (W)x[i];
-        y[i] = T((W)0.5 * v * ((W)1 + tanh(v * (GELU_0 + GELU_1 * v * v))));
+        W v = (W)x[i] + (F ? (W)bias[i % F] : (W)0), s = gelu_share(v);
+        y[i] = T(v * s);
+        if (F) x[i] = T(gelu_slope(v, s));
     }
 }
 
-__device__ W gelu_slope(W v) {
-    W s = (W)0.5 + (W)0.5 * tanh(v * (GELU_0 + GELU_1 * v * v));
-    return s * ((W)1 + ((W)1 - s) * v * ((W)2 * GELU_0 + (W)6 * GELU_1 * v * v));
+// dx in dy's memory.
+GLOBAL gelu_backward(T *dy, const T *x, Index n) {
+    EACH(i, n) dy[i] = T((W)dy[i] * gelu_slope((W)x[i], gelu_share((W)x[i])));
 }
 
-// dx in dy's memory, and sums of dx's columns over each part of the rows (none where parts is 0: then by elements).
-GLOBAL gelu_backward(T *dy, const T *x, W *partial, Index N, Index F, Index parts) {
-    if (!parts) {
-        EACH(i, N * F) dy[i] = T((W)dy[i] * gelu_slope((W)x[i]));
-        return;
-    }
+// dx = dy slope in dy's memory, and sums of dx's columns over each part of the rows: partial (parts, F).
+GLOBAL bias_gelu_backward(T *dy, const T *slope, W *partial, Index N, Index F, Index parts) {
     Index part = blockIdx.x % parts, first = N * part / parts, last = N * (part + 1) / parts;
     Index f = blockIdx.x / parts * blockDim.x + threadIdx.x;
     if (f >= F) return;
     W total = 0;
     for (Index i = first * F + f; i < last * F; i += F) {
-        dy[i] = T((W)dy[i] * gelu_slope((W)x[i]));
+        dy[i] = T((W)dy[i] * (W)slope[i]);
         total += (W)dy[i];
     }
     partial[part * F + f] = total;

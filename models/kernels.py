@@ -13,7 +13,8 @@ import numpy as np
 from cupy_backends.cuda.libs import cublas
 
 from models import cached
-from models.ops import EPS, by_head, flat_rows
+from models.attention import by_head
+from models.ops import EPS, flat_rows
 
 THREADS = 256  # of a block: 8 rows, where a row has 32 lanes
 PARTS = 128  # into which rows are cut for sums over columns: a number that no device changes
@@ -141,16 +142,16 @@ def bias_gelu(x, b_F):
 
 
 def gelu_backward(dy, x):
-    launch("gelu_backward", x.dtype, x.size, _same(dy), whole(x), NOTHING, *flat_rows(x).shape, 0)
+    launch("gelu_backward", x.dtype, x.size, _same(dy), whole(x), x.size)
     return dy.reshape(x.shape)
 
 
-def bias_gelu_backward(dy, x, db_F):
-    N, F = flat_rows(x).shape
-    partial = cupy.empty((PARTS, F), wide(x))
-    launch("gelu_backward", x.dtype, PARTS * _whole_blocks(F), _same(dy), whole(x), partial, N, F, PARTS)
+def bias_gelu_backward(dy, slope, db_F):
+    N, F = flat_rows(slope).shape
+    partial = cupy.empty((PARTS, F), wide(slope))
+    launch("bias_gelu_backward", dy.dtype, PARTS * _whole_blocks(F), _same(dy), whole(slope), partial, N, F, PARTS)
     _add_parts(partial, db_F)
-    return dy.reshape(x.shape)
+    return dy.reshape(slope.shape)
 
 
 def _same(x):
@@ -197,7 +198,7 @@ def _parts(x_TF, heads):
 
 
 def attention(qkv_BTF, heads):
-    """As ops.attention, with all scores of one sequence at a time: H x T x T of them."""
+    """As attention.attention, with all scores of one sequence at a time: H x T x T of them."""
     (B, T, F), qkv_BTF = qkv_BTF.shape, whole(qkv_BTF)
     y_BTC = cupy.empty((B, T, F // 3), qkv_BTF.dtype)
     lse_BHT1 = cupy.empty((B, heads, T, 1), wide(qkv_BTF))

@@ -87,13 +87,13 @@ class Hidden(Linear):
         super().__init__(name, n_in, n_out, math.sqrt(2 / n_in))
 
     def forward(self, w, x_BF):
-        before_BF = product(x_BF, w["weight"])
-        return bias_gelu(before_BF, w["bias"]), (x_BF, before_BF)
+        slope_BF = product(x_BF, w["weight"])  # which bias_gelu makes of it
+        return bias_gelu(slope_BF, w["bias"]), (x_BF, slope_BF)
 
     def backward(self, w, dw, saved, dy_BF):
         # y = gelu(x @ weight + bias)
-        x_BF, before_BF = saved
-        dy_BF = bias_gelu_backward(dy_BF, before_BF, dw["bias"])
+        x_BF, slope_BF = saved
+        dy_BF = bias_gelu_backward(dy_BF, slope_BF, dw["bias"])
         return product_backward(dy_BF, x_BF, w["weight"], dw["weight"])
 
 

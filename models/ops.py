@@ -1,7 +1,7 @@
 """Operations in pairs: forward, and directly below it the backward that quotes it.
 
-Shapes: B sequences, T positions, C channels, H heads, D = C / H, F features of a linear map, N rows (B and T
-flattened), V vocabulary, R rows of one block, S keys that a block of rows may see. `...` stands for any leading axes.
+Shapes: B sequences, T positions, C channels, F features of a linear map, N rows (B and T flattened), V vocabulary, R rows
+of one block. `...` stands for any leading axes. Causal attention has a file of its own.
 
 A forward never writes its inputs and returns new memory. A backward takes the gradient of its forward's output first and
 accumulates (`+=`) into the gradients of parameters; where it may overwrite `dy`, its docstring says so. All results have
@@ -16,7 +16,6 @@ from models.twins import on_gpu
 
 BLOCK = 1 << 16  # elements: 256 KiB of float32, a few of which fit into a level 2 cache
 PRODUCT = 1 << 20  # elements of a block of a matrix product: 4 MiB, large enough to multiply at full speed
-ROWS = 64  # rows of attention scores at once: small blocks skip more of the future, large ones multiply faster
 EPS = 1e-5  # layer norm, as in GPT-2
 GELU_0, GELU_1 = math.sqrt(2 / math.pi), 0.044715 * math.sqrt(2 / math.pi)
 
@@ -31,6 +30,11 @@ def row_blocks(x_NF, elements=BLOCK):
 def flat_rows(x):
     """x of shape (..., F) as (N, F): a view where the memory allows."""
     return x.reshape(-1, x.shape[-1])
+
+
+def column_sums(x_NF):
+    """The sum of x's rows, (F,), as a product: BLAS adds up several times faster than sum() does."""
+    return np.matmul(np.ones_like(x_NF, shape=len(x_NF)), x_NF)
 
 
 # ---- linear ----------------------------------------------------------------------------------------------------------
@@ -54,7 +58,7 @@ def linear_backward(dy, x, w_CF, dw_CF, db_F):
     """Of y = x @ w + b: returns dx = dy @ w.T in new memory, adds x.T @ dy onto dw and the sum of dy's rows onto db."""
     dy_NF = flat_rows(dy)
     add_product(dw_CF, flat_rows(x).T, dy_NF)
-    db_F += dy_NF.sum(axis=0)
+    db_F += column_sums(dy_NF)
     return np.matmul(dy_NF, w_CF.T).reshape(x.shape)
 
 
@@ -116,12 +120,12 @@ def layer_norm(x, gain_C, bias_C):
     x_hat, y = np.empty_like(x), np.empty_like(x)
     x_NC, hat_NC, y_NC = flat_rows(x), flat_rows(x_hat), flat_rows(y)
     rstd_N1 = np.empty_like(x, shape=(len(x_NC), 1))
-    mean_of = 1 / x.shape[-1]
+    mean_C1 = np.full_like(x, 1 / x.shape[-1], shape=(x.shape[-1], 1))  # x @ mean: the mean of each row
     for rows in row_blocks(x_NC):
         hat_RC, y_RC, rstd_R1 = hat_NC[rows], y_NC[rows], rstd_N1[rows]
-        np.subtract(x_NC[rows], x_NC[rows].sum(axis=1, keepdims=True) * mean_of, out=hat_RC)
+        np.subtract(x_NC[rows], np.matmul(x_NC[rows], mean_C1), out=hat_RC)
         np.multiply(hat_RC, hat_RC, out=y_RC)
-        np.sqrt(y_RC.sum(axis=1, keepdims=True) * mean_of + EPS, out=rstd_R1)
+        np.sqrt(np.matmul(y_RC, mean_C1) + EPS, out=rstd_R1)
         np.divide(1.0, rstd_R1, out=rstd_R1)
         hat_RC *= rstd_R1
         np.multiply(hat_RC, gain_C, out=y_RC)
@@ -139,106 +143,23 @@ def scale_shift(x_hat, gain_C, bias_C):
 def layer_norm_backward(dy, saved, gain_C, dgain_C, dbias_C):
     """Of y = x_hat * gain + bias, x_hat = (x - mean) * rstd: returns dx, in dy's memory. `saved` is (x_hat, rstd).
 
-    Mean and rstd depend on x too; with d_hat = dy * gain, and means over C:
+    Mean and rstd depend on x too; with d_hat = dy * gain, and means over C, which are products with gain / C,
     dx = rstd (d_hat - mean(d_hat) - x_hat mean(d_hat x_hat)).
     """
     x_hat, rstd_N1 = saved
     dy_NC, hat_NC = flat_rows(dy), flat_rows(x_hat)
-    mean_of = 1 / dy.shape[-1]
+    mean_C1 = (gain_C * (1 / dy.shape[-1]))[:, None]
     for rows in row_blocks(dy_NC):
         d_RC, hat_RC = dy_NC[rows], hat_NC[rows]
-        dbias_C += d_RC.sum(axis=0)
         product_RC = np.multiply(d_RC, hat_RC)
-        dgain_C += product_RC.sum(axis=0)
-        product_RC *= gain_C
+        dbias_C += column_sums(d_RC)
+        dgain_C += column_sums(product_RC)
+        mean_R1, mean_product_R1 = np.matmul(d_RC, mean_C1), np.matmul(product_RC, mean_C1)
         d_RC *= gain_C  # d_hat
-        mean_R1 = d_RC.sum(axis=1, keepdims=True) * mean_of
-        mean_product_R1 = product_RC.sum(axis=1, keepdims=True) * mean_of
         d_RC -= mean_R1
         d_RC -= np.multiply(hat_RC, mean_product_R1, out=product_RC)
         d_RC *= rstd_N1[rows]
     return dy_NC.reshape(x_hat.shape)
-
-
-# ---- causal attention ------------------------------------------------------------------------------------------------
-
-
-def by_head(x_TF, heads):
-    """(T, F) as (heads, T, F / heads), a view."""
-    return x_TF.reshape(len(x_TF), heads, -1).swapaxes(0, 1)
-
-
-def future_mask(x, size):
-    """(size, size) of x's type: minus infinity where the column lies after the row, else 0."""
-    position = np.arange(size, like=x)
-    mask = np.zeros_like(x, shape=(size, size))
-    mask[position > position[:, None]] = -math.inf
-    return mask
-
-
-def attention_scores(q_HRD, k_HSD, mask):
-    """q k^T with the future masked, q scaled already. Its R rows are the last R of the S positions."""
-    scores_HRS = np.matmul(q_HRD, k_HSD.swapaxes(1, 2))
-    rows = q_HRD.shape[1]
-    now_HRR = scores_HRS[:, :, -rows:]  # left of here all is past
-    now_HRR += mask[:rows, :rows]
-    return scores_HRS
-
-
-def attention(qkv_BTF, heads):
-    """y = softmax(q k^T / sqrt(D) + mask) v for every head, (B, T, 3C) -> (B, T, C): Vaswani et al. 2017.
-
-    Works on ROWS rows at a time and never holds all T x T scores. Returns y and lse (B, H, T, 1), the logarithm of each
-    row's sum of exponentials: the backward gets the probabilities from it, p = exp(scores - lse) (Dao et al. 2022).
-    """
-    B, T, F = qkv_BTF.shape
-    y_BTC = np.empty_like(qkv_BTF, shape=(B, T, F // 3))
-    lse_BHT1 = np.empty_like(qkv_BTF, shape=(B, heads, T, 1))
-    mask, scale = future_mask(qkv_BTF, min(T, ROWS)), 1 / math.sqrt(F // 3 // heads)
-    for b in range(B):
-        q_HTD, k_HTD, v_HTD = by_head(qkv_BTF[b], 3 * heads).reshape(3, heads, T, -1)
-        y_HTD = by_head(y_BTC[b], heads)
-        for start in range(0, T, ROWS):
-            rows, seen = slice(start, start + ROWS), slice(start + ROWS)
-            p_HRS = attention_scores(q_HTD[:, rows] * scale, k_HTD[:, seen], mask)
-            highest_HR1 = p_HRS.max(axis=-1, keepdims=True)
-            p_HRS -= highest_HR1
-            np.exp(p_HRS, out=p_HRS)
-            total_HR1 = p_HRS.sum(axis=-1, keepdims=True)
-            y_HRD = np.matmul(p_HRS, v_HTD[:, seen], out=y_HTD[:, rows])
-            y_HRD /= total_HR1  # D divisions a row instead of S
-            np.add(highest_HR1, np.log(total_HR1), out=lse_BHT1[b, :, rows])
-    return y_BTC, lse_BHT1
-
-
-def attention_backward(dy_BTC, qkv_BTF, y_BTC, lse_BHT1):
-    """Of y = p v, p = softmax(s), s = q k^T / sqrt(D) + mask: returns dqkv in new memory.
-
-    ds = p (dp - sum(p dp)) with dp = dy v^T; the sum over the keys is the sum over D of dy * y, since y = p v.
-    """
-    B, heads, T, _ = lse_BHT1.shape
-    dqkv_BTF = np.zeros_like(qkv_BTF)
-    mask, scale = future_mask(qkv_BTF, min(T, ROWS)), 1 / math.sqrt(y_BTC.shape[-1] // heads)
-    for b in range(B):
-        q_HTD, k_HTD, v_HTD = by_head(qkv_BTF[b], 3 * heads).reshape(3, heads, T, -1)
-        dq_HTD, dk_HTD, dv_HTD = by_head(dqkv_BTF[b], 3 * heads).reshape(3, heads, T, -1)
-        dy_HTD = by_head(dy_BTC[b], heads)
-        sum_HT1 = by_head(dy_BTC[b] * y_BTC[b], heads).sum(axis=-1, keepdims=True)
-        for start in range(0, T, ROWS):
-            rows, seen = slice(start, start + ROWS), slice(start + ROWS)
-            q_HRD, k_HSD, v_HSD, dy_HRD = q_HTD[:, rows] * scale, k_HTD[:, seen], v_HTD[:, seen], dy_HTD[:, rows]
-            dq_HRD, dk_HSD, dv_HSD = dq_HTD[:, rows], dk_HTD[:, seen], dv_HTD[:, seen]
-            p_HRS = attention_scores(q_HRD, k_HSD, mask)
-            p_HRS -= lse_BHT1[b, :, rows]
-            np.exp(p_HRS, out=p_HRS)
-            ds_HRS = np.matmul(dy_HRD, v_HSD.swapaxes(1, 2))  # dp
-            ds_HRS -= sum_HT1[:, rows]
-            ds_HRS *= p_HRS
-            dv_HSD += np.matmul(p_HRS.swapaxes(1, 2), dy_HRD)
-            dk_HSD += np.matmul(ds_HRS.swapaxes(1, 2), q_HRD)
-            np.matmul(ds_HRS, k_HSD, out=dq_HRD)
-            dq_HRD *= scale
-    return dqkv_BTF
 
 
 # ---- embedding -------------------------------------------------------------------------------------------------------
@@ -296,5 +217,4 @@ def cross_entropy(logits_NV, targets_N, divisor):
 # On a GPU the fused twins of kernels.py take over: CuPy's arrays are handed to them.
 add_product, linear, linear_backward, scale_shift = map(on_gpu, (add_product, linear, linear_backward, scale_shift))
 gelu, gelu_backward, layer_norm, layer_norm_backward = map(on_gpu, (gelu, gelu_backward, layer_norm, layer_norm_backward))
-attention, attention_backward, embedding_backward = map(on_gpu, (attention, attention_backward, embedding_backward))
-cross_entropy = on_gpu(cross_entropy)
+embedding_backward, cross_entropy = map(on_gpu, (embedding_backward, cross_entropy))

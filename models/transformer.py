@@ -7,17 +7,15 @@ import math
 
 import numpy as np
 
+from models.attention import attention, attention_backward
 from models.fused import bias_gelu, bias_gelu_backward, product, product_backward
 from models.layer import Layer, check_sizes, init_normal
 from models.ops import (
     add_product,
-    attention,
-    attention_backward,
     cross_entropy,
     embedding,
     embedding_backward,
     flat_rows,
-    gelu,
     layer_norm,
     layer_norm_backward,
     linear,
@@ -121,29 +119,33 @@ class Block(Layer):
             else:
                 init_normal(w, key, name, self.residual_std if "c_proj" in name else 0.02)
 
-    def forward(self, w, x_BTC, attend=attention):
-        """Saves 10 BTC elements: the outputs of the layer norms and of the GELU are computed again in backward."""
+    def forward(self, w, x_BTC, attend=None):
+        """Saves 14 BTC elements, the MLP's GELU's output and slope among them; the layer norms' outputs are computed again.
+
+        `attend` takes attention's place, if it is given.
+        """
         norm_BTC, norm_1 = layer_norm(x_BTC, *parameters(w, "ln_1"))
         qkv_BTF = linear(norm_BTC, *parameters(w, "attn.c_attn"))
-        mixed_BTC, lse = attend(qkv_BTF, self.heads)
+        mixed_BTC, lse = (attend or attention)(qkv_BTF, self.heads)
         mid_BTC = linear(mixed_BTC, *parameters(w, "attn.c_proj"))
         mid_BTC += x_BTC
 
         norm_BTC, norm_2 = layer_norm(mid_BTC, *parameters(w, "ln_2"))
         hidden_BTF = product(norm_BTC, w["mlp.c_fc.weight"])
-        y_BTC = linear(bias_gelu(hidden_BTF, w["mlp.c_fc.bias"]), *parameters(w, "mlp.c_proj"))
+        active_BTF, slope_BTF = bias_gelu(hidden_BTF, w["mlp.c_fc.bias"]), hidden_BTF
+        y_BTC = linear(active_BTF, *parameters(w, "mlp.c_proj"))
         y_BTC += mid_BTC
-        return y_BTC, (norm_1, qkv_BTF, mixed_BTC, lse, norm_2, hidden_BTF)
+        return y_BTC, (norm_1, qkv_BTF, mixed_BTC, lse, norm_2, active_BTF, slope_BTF)
 
     def backward(self, w, dw, saved, dy_BTC):
-        norm_1, qkv_BTF, mixed_BTC, lse, norm_2, hidden_BTF = saved
+        norm_1, qkv_BTF, mixed_BTC, lse, norm_2, active_BTF, slope_BTF = saved
 
         def linear_back(d, x, name):
             return linear_backward(d, x, w[f"{name}.weight"], *parameters(dw, name))
 
         # y = mid + linear(gelu(linear(layer_norm(mid))))
-        d = linear_back(dy_BTC, gelu(hidden_BTF), "mlp.c_proj")
-        d = bias_gelu_backward(d, hidden_BTF, dw["mlp.c_fc.bias"])
+        d = linear_back(dy_BTC, active_BTF, "mlp.c_proj")
+        d = bias_gelu_backward(d, slope_BTF, dw["mlp.c_fc.bias"])
         fc = "mlp.c_fc.weight"
         d = product_backward(d, scale_shift(norm_2[0], *parameters(w, "ln_2")), w[fc], dw[fc])
         d = layer_norm_backward(d, norm_2, w["ln_2.weight"], *parameters(dw, "ln_2"))

@@ -5,8 +5,8 @@ import pytest
 from small_models import spread
 
 from models import GPT, plain_weights, unit_of
+from models.attention import ROWS
 from models.cached import Cache
-from models.ops import ROWS
 
 
 def walk_of(model, weights):

@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 
-from models import ops
+from models import attention, fused, ops
 
 RELATIVE = 1e-8
 
@@ -63,6 +63,19 @@ def test_gelu_backward_is_the_gradient_of_gelu():
     assert_gradient(lambda: np.sum(ops.gelu(x) * dy), x, ops.gelu_backward(dy.copy(), x))
 
 
+def test_bias_gelu_is_the_plain_pair_in_one_pass(monkeypatch):
+    """float64: the same terms, associated differently; a few roundings of 2^-53 of numbers of up to 8."""
+    monkeypatch.setattr(ops, "BLOCK", 16)  # two rows of 7 at a time, the last block one row
+    x, b, dy, db = 3 * normal(5, 7), normal(7), normal(5, 7, seed=1), normal(7, seed=2)
+    slope, dx, before = x.copy(), dy.copy(), db.copy()
+    y = fused.bias_gelu(slope, b)
+    assert fused.bias_gelu_backward(dx, slope, db) is dx
+    plain = ops.gelu_backward(dy.copy(), x + b)
+    np.testing.assert_allclose(y, ops.gelu(x + b), rtol=0, atol=1e-14)
+    np.testing.assert_allclose(dx, plain, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(db - before, plain.sum(axis=0), rtol=0, atol=1e-14)
+
+
 def test_layer_norm_backward_is_the_gradient_of_layer_norm():
     x, gain, bias, dy = 1 + 2 * normal(2, 3, 6), normal(6), normal(6, seed=2), normal(2, 3, 6, seed=1)
     dgain, dbias = np.zeros_like(gain), np.zeros_like(bias)
@@ -72,11 +85,14 @@ def test_layer_norm_backward_is_the_gradient_of_layer_norm():
 
 
 @pytest.mark.parametrize("rows", [2, 64])
-def test_attention_backward_is_the_gradient_of_attention(rows, monkeypatch):
-    monkeypatch.setattr(ops, "ROWS", rows)  # T = 5 in blocks of 2, 2 and 1, and as one block
-    qkv, dy = normal(2, 5, 18), normal(2, 5, 6, seed=1)
-    dqkv = ops.attention_backward(dy, qkv, *ops.attention(qkv, 3))
-    assert_gradient(lambda: np.sum(ops.attention(qkv, 3)[0] * dy), qkv, dqkv)
+@pytest.mark.parametrize("sequences", [1, 2, 3])
+def test_attention_backward_is_the_gradient_of_attention(rows, sequences, monkeypatch):
+    monkeypatch.setattr(attention, "ROWS", rows)  # T = 5 in blocks of 2, 2 and 1, and as one block
+    monkeypatch.setattr(attention, "SCORES", sequences * 3 * min(rows, 5) * 5)  # B = 3 one by one, as 2 and 1, at once
+    assert next(attention.attention_blocks(3, 3, 5))[0] == slice(0, sequences)
+    qkv, dy = normal(3, 5, 18), normal(3, 5, 6, seed=1)
+    dqkv = attention.attention_backward(dy, qkv, *attention.attention(qkv, 3))
+    assert_gradient(lambda: np.sum(attention.attention(qkv, 3)[0] * dy), qkv, dqkv)
 
 
 def test_embedding_backward_is_the_gradient_of_embedding():
@@ -103,14 +119,14 @@ def test_attention_equals_its_formula():
     p = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
     expected = (p @ v).transpose(0, 2, 1, 3).reshape(B, T, H * D)
     # float64: sums of at most 150 terms near 1
-    np.testing.assert_allclose(ops.attention(qkv, H)[0], expected, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(attention.attention(qkv, H)[0], expected, rtol=0, atol=1e-14)
 
 
 def test_attention_survives_large_scores():
     qkv = 1e4 * normal(1, 5, 6, dtype=np.float32)  # scores of about 1e8
-    y, lse = ops.attention(qkv, 1)
+    y, lse = attention.attention(qkv, 1)
     assert np.isfinite(y).all() and np.isfinite(lse).all()
-    assert np.isfinite(ops.attention_backward(y, qkv, y, lse)).all()
+    assert np.isfinite(attention.attention_backward(y, qkv, y, lse)).all()
 
 
 def test_gelu_has_its_known_values():
@@ -189,9 +205,10 @@ def everything(offset, dtype=np.float32):
     tokens = np.arange(2 * N).reshape(2, N) ** 2 % V
     norm, saved = ops.layer_norm(x, gain, bias)
     qkv = ops.linear(norm, w, b)
-    y, lse = ops.attention(qkv, H)
+    y, lse = attention.attention(qkv, H)
     results = [norm, *saved, qkv, y, lse, ops.gelu(qkv), ops.embedding(tokens, table)]
-    results += [ops.attention_backward(y, qkv, y, lse), ops.linear_backward(dy, x, w, dw, db)]
+    results += [attention.attention_backward(y, qkv, y, lse), ops.linear_backward(dy, x, w, dw, db)]
+    results += [fused.bias_gelu(slope := qkv.copy(), b), fused.bias_gelu_backward(dy.copy(), slope, db)]
     results += [ops.gelu_backward(dy, qkv), ops.layer_norm_backward(y, saved, gain, dgain, dbias)]
     ops.embedding_backward(x, tokens, dtable)
     loss, d = ops.cross_entropy(logits, tokens.reshape(-1) - 1, 9)
@@ -215,7 +232,7 @@ def test_results_have_the_dtype_of_the_inputs(dtype):
 def test_blocks_of_rows_change_nothing_but_the_order_of_sums(monkeypatch):
     whole = everything(0, np.float64)
     monkeypatch.setattr(ops, "BLOCK", 32)  # two rows at a time, or fewer
-    monkeypatch.setattr(ops, "ROWS", 4)
+    monkeypatch.setattr(attention, "ROWS", 4)
     for expected, result in zip(whole, everything(0, np.float64), strict=True):
         np.testing.assert_allclose(result, expected, rtol=0, atol=1e-13)  # float64 sums of about 20 terms near 1
 
