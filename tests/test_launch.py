@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -155,6 +156,32 @@ print(faults() - first)
     if launch.keep_freed_memory() == "nothing":
         pytest.skip("no glibc")
     assert int(python(script, os.environ)) < 100
+
+
+def test_arrays_lie_in_huge_pages():
+    """64 arrays of 1 MiB, for which NumPy itself asks nothing; three quarters leave room for a kernel short of such pages."""
+    script = """
+import zmpi
+import numpy as np
+arrays = [np.ones(1 << 18, np.float32) for _ in range(64)]
+print(sum(int(line.split()[1]) for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")))
+"""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if launch.keep_freed_memory() == "nothing" or not setting.exists() or "[never]" in setting.read_text():
+        pytest.skip("no glibc, or a kernel without huge pages")
+    assert int(python(script, os.environ)) >= 48 << 10
+
+
+def test_where_the_heap_cannot_grow_nothing_is_asked_for():
+    """As under `ulimit -v`: importing zmpi works there."""
+    script = """
+import resource
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 29, 1 << 29))
+from zmpi import launch
+import numpy as np
+print(launch.use_huge_pages(), np.ones(1 << 22).sum())
+"""
+    assert python(script, os.environ) == "False 4194304.0\n"
 
 
 @pytest.mark.parametrize(

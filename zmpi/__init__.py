@@ -1,6 +1,6 @@
 """zmpi: ZeRO on MPI. Training state is kept apart, one shard per rank; a layer is put together only while it is computed.
 
-Importing it sets the number of BLAS threads, BLAS kernels (before NumPy is loaded) and how freed memory is kept; names are
+Importing it sets up BLAS (its threads and kernels, before NumPy is loaded) and malloc (what was freed, huge pages); names are
 loaded on first use, so that what needs no MPI (zmpi.plan, zmpi.export) runs where there is none.
 """
 
@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from zmpi.launch import choose_kernels, keep_freed_memory, set_threads, wait_politely
+from zmpi.launch import choose_kernels, keep_freed_memory, set_threads, use_huge_pages, wait_politely
 
 __version__ = "0.1.0"
 
@@ -46,3 +46,4 @@ set_threads(os.environ)
 choose_kernels(os.environ)
 wait_politely(os.environ)
 keep_freed_memory()
+use_huge_pages()

@@ -46,7 +46,8 @@ BLAS_KERNELS = (
     "openblas_get_corename64_",
     "openblas_get_corename",
 )
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h of glibc
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4  # malloc.h of glibc
+MADV_HUGEPAGE, PAGE, HEAP, TOP_PAD = 14, 2 << 20, 1 << 30, 128 << 10  # sys/mman.h; bytes, the last as glibc has it
 
 
 def ranks_on_this_node(environ) -> int:
@@ -168,6 +169,26 @@ def keep_freed_memory() -> str:
     if mallopt(M_MMAP_THRESHOLD, 2**30) == 1:
         return "thresholds"
     return "no mmap" if mallopt(M_MMAP_MAX, 0) == 1 else "nothing"
+
+
+def use_huge_pages() -> bool:
+    """Ask for pages of 2 MiB in the first GiB of malloc's heap, before it grows there; returns whether it is so.
+
+    NumPy asks for them from 4 MiB an array on. A small model's arrays are smaller, and its matrix products walk over many
+    rows: with pages of 4 KiB the processor looks up one for each. The GiB is address space, not memory.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        libc.gnu_get_libc_version  # noqa: B018  (as above)
+        libc.sbrk.restype = libc.malloc.restype = ctypes.c_void_p
+        start = libc.sbrk(0)
+        libc.mallopt(M_TOP_PAD, HEAP)  # the heap grows by so much more than is asked for
+        libc.free(ctypes.c_void_p(libc.malloc(ctypes.c_size_t(PAGE))))
+        libc.mallopt(M_TOP_PAD, TOP_PAD)
+        first, end = -(-start // PAGE) * PAGE, libc.sbrk(0) // PAGE * PAGE
+        return end > first and libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_HUGEPAGE) == 0
+    except (OSError, AttributeError, TypeError):
+        return False
 
 
 def launcher(environ) -> str:
