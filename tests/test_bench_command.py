@@ -49,7 +49,8 @@ def test_a_sweep_over_ranks_runs_smaller_worlds(tmp_path):
 
 
 FAILING = """\
-from zmpi import bench, measure
+from zmpi import bench
+from zmpi.cost import measure
 measure.available_bytes = lambda: 40_000
 bench.main()
 """

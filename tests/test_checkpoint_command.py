@@ -10,8 +10,8 @@ import pytest
 from faults.checkpoints import MODEL, bits, flips, kills, numbers, resumes, train
 from mpirun import ROOT, run_world
 
-from zmpi.folder import Folder, newest
-from zmpi.manifest import Manifest
+from zmpi.saving.folder import Folder, newest
+from zmpi.saving.manifest import Manifest
 
 DRIVER = Path(__file__).parent / "faults" / "checkpoint_driver.py"
 

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from zmpi import folder
-from zmpi.folder import Folder, newest
-from zmpi.manifest import Manifest
+from zmpi.saving import folder
+from zmpi.saving.folder import Folder, newest
+from zmpi.saving.manifest import Manifest
 
 
 def add(target, step, then=None):
@@ -56,7 +56,9 @@ def test_one_job_at_a_time(tmp_path):
 
 def test_a_lock_dies_with_its_process(tmp_path):
     """What is left of it on disk locks nobody out."""
-    script = f"from zmpi.folder import Folder; import os; f = Folder({str(tmp_path / 'dir')!r}, 3); os.kill(os.getpid(), 9)"
+    script = (
+        f"from zmpi.saving.folder import Folder; import os; f = Folder({str(tmp_path / 'dir')!r}, 3); os.kill(os.getpid(), 9)"
+    )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
     assert (tmp_path / "dir" / ".flock").exists()
     Folder(tmp_path / "dir", keep=3).close()

@@ -11,7 +11,7 @@ from mpirun import run_world
 HEAD = """
 import os, signal, sys, threading, time
 from mpi4py import MPI
-from zmpi.guard import Agreed, UsageError, arm
+from zmpi.manners.guard import Agreed, UsageError, arm
 comm, rank = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
 guard = arm(comm, comm.Abort, MPI.Is_finalized, MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 def all_gather(name):

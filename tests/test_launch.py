@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zmpi import launch
+from zmpi.manners import launch
 
 LIBRARY = "MPICH Version:      5.0.2\nMPICH Release date: ..."
 
@@ -83,7 +83,7 @@ def test_slurm_may_lend_a_part_of_the_node():
 
 BLAS = """
 import ctypes
-from zmpi.launch import SET_BLAS_THREADS
+from zmpi.manners.launch import SET_BLAS_THREADS
 (np.ones((300, 300)) @ np.ones((300, 300))).sum()
 library = ctypes.CDLL(next(line.split()[-1] for line in open("/proc/self/maps") if "openblas" in line))
 ask = [name.replace("set", "get") for name in SET_BLAS_THREADS]
@@ -122,7 +122,7 @@ def test_zen_4_multiplies_with_kernels_of_256_bits(tmp_path, told, text):
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="Nehalem is an x86")
 def test_the_kernels_in_use_are_told():
     """OpenBLAS itself is asked, so a NumPy of another BLAS says unknown."""
-    script = "import numpy; from zmpi import launch; print(launch.kernels_in_use())"
+    script = "import numpy; from zmpi.manners import launch; print(launch.kernels_in_use())"
     if python(script, os.environ) == "unknown\n":
         pytest.skip("NumPy's BLAS is not OpenBLAS")
     assert python(script, os.environ | {"OPENBLAS_CORETYPE": "Nehalem"}) == "Nehalem\n"
@@ -177,7 +177,7 @@ def test_where_the_heap_cannot_grow_nothing_is_asked_for():
     script = """
 import resource
 resource.setrlimit(resource.RLIMIT_DATA, (1 << 29, 1 << 29))
-from zmpi import launch
+from zmpi.manners import launch
 import numpy as np
 print(launch.use_huge_pages(), np.ones(1 << 22).sum())
 """

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmpi import blocks
-from zmpi.blocks import BlockReader, BlockWriter, Record
 from zmpi.layout import Layout
-from zmpi.manifest import DIGEST, JSON, Manifest, unit_entry
+from zmpi.saving import blocks
+from zmpi.saving.blocks import BlockReader, BlockWriter, Record
+from zmpi.saving.manifest import DIGEST, JSON, Manifest, unit_entry
 
 
 @pytest.fixture

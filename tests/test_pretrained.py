@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from models import GPT, plain_weights, units
-from zmpi import pretrained
-from zmpi.blocks import BLOCK, BlockWriter
 from zmpi.export import export
 from zmpi.layout import Layout
-from zmpi.manifest import Manifest, unit_entry
+from zmpi.saving import pretrained
+from zmpi.saving.blocks import BLOCK, BlockWriter
+from zmpi.saving.manifest import Manifest, unit_entry
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
 SIZES = {"layers": 2, "width": 6, "heads": 3, "context": 5, "vocab": 11}

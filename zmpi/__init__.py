@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from zmpi.launch import choose_kernels, keep_freed_memory, set_threads, use_huge_pages, wait_politely
+from zmpi.manners.launch import choose_kernels, keep_freed_memory, set_threads, use_huge_pages, wait_politely
 
 __version__ = "0.1.0"
 

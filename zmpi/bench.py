@@ -6,16 +6,16 @@ from pathlib import Path
 from time import sleep
 
 from zmpi import __version__
-from zmpi.bench_table import heading, stage_table, sweep_table
+from zmpi.cost.bench_table import heading, stage_table, sweep_table
+from zmpi.cost.measure import Trial, measure_stage
 from zmpi.data import Batches, load_text
-from zmpi.guard import UsageError
-from zmpi.machine import machine
-from zmpi.measure import Trial, measure_stage
-from zmpi.model_flags import build_model, model_flags
+from zmpi.manners.guard import UsageError
+from zmpi.manners.machine import machine
+from zmpi.manners.model_flags import build_model, model_flags
+from zmpi.manners.options import Parser, named_as_flags, real, whole
+from zmpi.manners.start import start, world_flags
 from zmpi.optim import AdamW
-from zmpi.options import Parser, named_as_flags, real, whole
 from zmpi.precision import RECIPES, Policy
-from zmpi.start import start
 
 COMMAND = "zmpi.bench"
 SIZES = ("depth", "width", "heads", "context", "vocab")
@@ -45,12 +45,10 @@ def parser():
 
 def _how(group):
     add = group.add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where arrays live")
-    add("--transport", choices=("auto", "direct", "staged"), default="auto", help="how device memory reaches MPI")
     add("--reduction", choices=("auto", "mpi", "ordered"), default="auto", help="who sums gradients: MPI, or the owner")
     add("--prefetch", type=int, choices=(0, 1), default=1, help="gathers started before they are needed")
     add("--recompute", action="store_true", help="keep layer inputs only, and run each forward again")
-    add("--timeout", type=real(0, above=True), default=300, help="seconds after which a stuck collective ends the run")
+    world_flags(group)
 
 
 def main(argv=None):
@@ -179,7 +177,7 @@ def _write(args, reports):
         whole_report = {**plain[-1], "sweep": {"axis": args.sweep, "points": plain}} if args.sweep else plain[0]
         Path(args.json).write_text(json.dumps(whole_report, allow_nan=False), encoding="utf-8")
     if args.report:
-        from zmpi.page import write_report
+        from zmpi.cost.page import write_report
 
         write_report(Path(args.report), args.sweep, reports)
 

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-from zmpi.blocks import BlockWriter
-from zmpi.folder import Folder, newest
-from zmpi.guard import Agreed, UsageError
-from zmpi.manifest import Manifest, unit_entry
+from zmpi.manners.guard import Agreed, UsageError
+from zmpi.saving.blocks import BlockWriter
+from zmpi.saving.folder import Folder, newest
+from zmpi.saving.manifest import Manifest, unit_entry
 
 SIZES = ("depth", "width", "heads", "context", "vocab")  # attributes that say what a model is, where it has them
 

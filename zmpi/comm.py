@@ -19,9 +19,9 @@ from time import perf_counter
 import numpy as np
 
 from zmpi.device import choose_device
-from zmpi.guard import UsageError, arm
-from zmpi.launch import lonely_launch, set_threads
 from zmpi.layout import chunks
+from zmpi.manners.guard import UsageError, arm
+from zmpi.manners.launch import lonely_launch, set_threads
 from zmpi.sums import add_in_order
 from zmpi.transport import Paced, check_vector, choose_transport, cuda_awareness, ways
 

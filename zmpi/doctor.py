@@ -8,13 +8,13 @@ from time import perf_counter
 import numpy as np
 
 from zmpi.comm import Communicator
-from zmpi.launch import cores, kernels_in_use, launcher
 from zmpi.layout import Layout
 from zmpi.ledger import Ledger
-from zmpi.machine import cpu_name
-from zmpi.options import Parser, real
-from zmpi.start import start
-from zmpi.table import table
+from zmpi.manners.launch import cores, kernels_in_use, launcher
+from zmpi.manners.machine import cpu_name
+from zmpi.manners.options import Parser
+from zmpi.manners.start import start, world_flags
+from zmpi.manners.table import table
 
 COMMAND = "zmpi.doctor"
 SIZES = (1 << 14, 1 << 18, 1 << 20, 1 << 22)  # float32 elements of the vectors that are sent: 64 KiB to 16 MiB
@@ -24,10 +24,7 @@ ROUNDS = 7  # the median of which counts
 def parser():
     """All flags."""
     flags = Parser(COMMAND, __doc__)
-    add = flags.add_argument_group("how it is run").add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where arrays live")
-    add("--transport", choices=("auto", "direct", "staged"), default="auto", help="how device memory reaches MPI")
-    add("--timeout", type=real(0, above=True), default=60, help="seconds after which a stuck collective ends the run")
+    world_flags(flags.add_argument_group("how it is run"), timeout=60)
     return flags
 
 

@@ -15,9 +15,9 @@ import numpy as np
 from models.layer import key_for, unit_of, units
 from zmpi import checkpoint
 from zmpi.comm import Communicator
-from zmpi.guard import Agreed, UsageError
 from zmpi.layout import Layout
 from zmpi.ledger import Ledger
+from zmpi.manners.guard import Agreed, UsageError
 from zmpi.optim import AdamW
 from zmpi.precision import Policy
 from zmpi.schedule import evaluation_schedule, training_schedule

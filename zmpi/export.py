@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 
-from zmpi import pretrained
-from zmpi.blocks import Room
-from zmpi.folder import newest
-from zmpi.manifest import Manifest
-from zmpi.options import Parser, alone
+from zmpi.manners.options import Parser, alone
+from zmpi.saving import pretrained
+from zmpi.saving.blocks import Room
+from zmpi.saving.folder import newest
+from zmpi.saving.manifest import Manifest
 
 COMMAND = "zmpi.export"
 

@@ -8,11 +8,11 @@ from models import GPT, MLP
 from zmpi.checkpoint import find, load_weights
 from zmpi.coding import Bytes, Ids, Voice, Words
 from zmpi.engine import ZeRO
+from zmpi.manners.options import Parser, real, whole
+from zmpi.manners.start import start, world_flags
 from zmpi.optim import SGD
-from zmpi.options import Parser, real, whole
 from zmpi.precision import Policy
 from zmpi.sampling import generate
-from zmpi.start import start
 
 COMMAND = "zmpi.generate"
 
@@ -29,9 +29,7 @@ def parser():
     add("--temperature", type=real(0), default=0.0, help="0: always the likeliest token; 1: as the model predicts")
     add("--top-k", type=whole(0), default=0, help="draw from the k likeliest tokens only (0: from all)")
     add("--seed", type=whole(0), default=0, help="seed of the draws")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where arrays live")
-    add("--transport", choices=("auto", "direct", "staged"), default="auto", help="how device memory reaches MPI")
-    add("--timeout", type=real(0, above=True), default=300, help="seconds after which a stuck collective ends the run")
+    world_flags(flags)
     return flags
 
 

@@ -3,14 +3,14 @@
 import json
 from pathlib import Path
 
-from zmpi.estimate import HIGHEST, Setting, Speed, largest, ranks_that_pay, speed_of
-from zmpi.guard import UsageError
-from zmpi.model_flags import build_model, model_flags
-from zmpi.options import Parser, alone, named_as_flags, real, whole
-from zmpi.paper import both_tables, largest_model
+from zmpi.cost.estimate import HIGHEST, Setting, Speed, largest, ranks_that_pay, speed_of
+from zmpi.cost.paper import both_tables, largest_model
+from zmpi.manners.guard import UsageError
+from zmpi.manners.model_flags import build_model, model_flags
+from zmpi.manners.options import Parser, alone, named_as_flags, real, whole
+from zmpi.manners.table import seconds, short, table, unit_for
 from zmpi.precision import RECIPES, Policy
 from zmpi.stages import STAGES, elements_moved, state_bytes
-from zmpi.table import seconds, short, table, unit_for
 
 COMMAND = "zmpi.plan"
 SHARDED = ("nothing", "optimizer states", "+ gradients", "+ parameters")

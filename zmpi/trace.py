@@ -5,7 +5,7 @@ from collections import deque
 from pathlib import Path
 from time import perf_counter
 
-from zmpi.watch import Watch
+from zmpi.cost.watch import Watch
 
 STEPS = 100  # that a trace keeps, the last ones: a long run's trace must not grow with it
 ROUNDS = 20  # of the messages by which two clocks are compared

@@ -7,18 +7,18 @@ from time import perf_counter
 
 from tqdm import tqdm
 
-from zmpi import resume
 from zmpi.checkpoint import Keeper, Stopped, find, load
+from zmpi.cost.watch import watched
 from zmpi.data import Batches, load_text
-from zmpi.guard import UsageError
-from zmpi.model_flags import build_model, model_flags
+from zmpi.manners.guard import UsageError
+from zmpi.manners.model_flags import build_model, model_flags
+from zmpi.manners.options import Parser, auto_or_real, named_as_flags, real, whole
+from zmpi.manners.report import RunLog, check_log, opening, summary
+from zmpi.manners.start import engine_of, start, world_flags
 from zmpi.optim import SGD, AdamW
-from zmpi.options import Parser, auto_or_real, named_as_flags, real, whole
 from zmpi.precision import RECIPES, Policy
-from zmpi.report import RunLog, check_log, opening, summary
-from zmpi.start import engine_of, start
+from zmpi.saving import resume
 from zmpi.trace import Trace, check_path, write_trace
-from zmpi.watch import watched
 
 COMMAND = "zmpi.train"
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
@@ -67,13 +67,11 @@ def _run_flags(group):
     add("--precision", choices=[name for name in RECIPES if name != "float64"], default="float32", help="number types")
     add("--loss-scale", type=auto_or_real(1), default="auto", help="auto, or a fixed number (float16 only)")
     add("--loss-scale-window", type=whole(1), default=2000, help="good steps before the loss scale doubles (float16 only)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where arrays live")
-    add("--transport", choices=("auto", "direct", "staged"), default="auto", help="how device memory reaches MPI")
     add("--reduction", choices=("auto", "mpi", "ordered"), default="auto", help="who sums gradients: MPI, or the owner")
     add("--comm", metavar="FILE:CLASS", help="a Communicator or ZeRO of your own (default: zmpi's)")
     add("--prefetch", type=int, choices=(0, 1), default=1, help="gathers started before they are needed")
     add("--recompute", action="store_true", help="keep layer inputs only, and run each forward again")
-    add("--timeout", type=real(0, above=True), default=300, help="seconds after which a stuck collective ends the run")
+    world_flags(group)
 
 
 def _output_flags(group):

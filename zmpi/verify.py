@@ -14,10 +14,10 @@ import numpy as np
 from zmpi.engine import add_up
 from zmpi.layout import PIECES
 from zmpi.ledger import Ledger
+from zmpi.manners.options import Parser
+from zmpi.manners.start import engine_of, start, world_flags
 from zmpi.optim import SGD
-from zmpi.options import Parser, real
 from zmpi.stages import STAGES, elements_moved, state_bytes
-from zmpi.start import engine_of, start
 from zmpi.trial import Trial, plain_run
 
 # Bytes that NumPy (or CuPy, in blocks of 512) may hold after a step beside what is named: a third of the large GPT's
@@ -223,9 +223,7 @@ def main(argv=None):
     flags = Parser("zmpi.verify", __doc__.splitlines()[0])
     add = flags.add_argument
     add("--precision", choices=("float32", "float16", "bfloat16"), default="float32", help="number types of the runs")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where arrays live")
-    add("--transport", choices=("auto", "direct", "staged"), default="auto", help="how device memory reaches MPI")
-    add("--timeout", type=real(0, above=True), default=300, help="seconds after which a stuck collective ends the run")
+    world_flags(flags)
     add("--comm", metavar="FILE:CLASS", help="a Communicator or ZeRO of your own (default: zmpi's)")
     args, world = start(flags, argv)
     with world.agreed():

@@ -13,7 +13,7 @@ import time
 from zmpi import train
 from zmpi.comm import World
 from zmpi.engine import ZeRO
-from zmpi.guard import UsageError
+from zmpi.manners.guard import UsageError
 
 fault, victim, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 if World(device="cpu").rank == victim:

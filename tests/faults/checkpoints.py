@@ -22,8 +22,8 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 from mpirun import ROOT, mpirun, run_world  # noqa: E402
 
-from zmpi.folder import newest  # noqa: E402
-from zmpi.manifest import Manifest  # noqa: E402
+from zmpi.saving.folder import newest  # noqa: E402
+from zmpi.saving.manifest import Manifest  # noqa: E402
 
 MODEL = ["--layers", "2", "--width", "24", "--heads", "2", "--context", "16", "--micro-batch", "2", "--warmup", "2"]
 RANKS, STEPS, LIVES = 3, 8, 6

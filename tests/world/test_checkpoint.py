@@ -9,10 +9,10 @@ from training import STAGES, copied, sgd, share
 
 from models import GPT
 from models.layer import Layer
-from zmpi import blocks
-from zmpi.blocks import BLOCK
 from zmpi.checkpoint import find
 from zmpi.precision import RECIPES
+from zmpi.saving import blocks
+from zmpi.saving.blocks import BLOCK
 
 SIZES = (1, 3)
 

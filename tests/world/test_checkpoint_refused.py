@@ -9,9 +9,9 @@ from training import mlp, sgd, share
 
 from models import GPT
 from zmpi.checkpoint import Keeper, Stopped, find
-from zmpi.folder import newest
-from zmpi.guard import UsageError
-from zmpi.manifest import Manifest
+from zmpi.manners.guard import UsageError
+from zmpi.saving.folder import newest
+from zmpi.saving.manifest import Manifest
 
 SIZES = (1, 3)
 

@@ -8,8 +8,8 @@ from training import STAGES, adamw, gpt, micro_batch, mlp, share, world_of
 
 from models import GPT, MLP
 from zmpi import Policy, ZeRO
-from zmpi.dryrun import CountedWorld, DryRun, Memo
-from zmpi.probes import ProbedZeRO, TracedZeRO
+from zmpi.cost.dryrun import CountedWorld, DryRun, Memo
+from zmpi.cost.probes import ProbedZeRO, TracedZeRO
 
 TOLERANCE = 0.02  # of the peak: tracemalloc's highest includes Python's own objects, some kB (the promise is 10 %)
 

@@ -4,7 +4,7 @@ import itertools
 import sys
 import time
 
-from zmpi.guard import POLL
+from zmpi.manners.guard import POLL
 
 
 def test_every_world_shares_the_guard_of_its_process(world):

@@ -9,7 +9,7 @@ from training import STAGES, Plain, adamw, copied, everything, gpt, mlp, share, 
 from models import Layer
 from zmpi import SGD, AdamW, Policy, ZeRO
 from zmpi.comm import Communicator
-from zmpi.guard import Agreed, UsageError
+from zmpi.manners.guard import Agreed, UsageError
 
 stages = pytest.mark.parametrize("stage", STAGES)
 narrow = pytest.mark.parametrize("precision", ["float16", "bfloat16"])

@@ -7,8 +7,8 @@ import pytest
 from training import STAGES, adamw, gpt, share, world_of
 
 from zmpi import Policy, ZeRO
+from zmpi.cost.watch import watched
 from zmpi.trace import AMOUNTS, STEPS, Trace, aligned, write_trace
-from zmpi.watch import watched
 
 Traced = watched(ZeRO, Trace)
 

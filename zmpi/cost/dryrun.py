@@ -13,11 +13,11 @@ import numpy as np
 from models import MLP
 from models.layer import Layer
 from zmpi.comm import Communicator, World
-from zmpi.counted import Counted, Meter
+from zmpi.cost.counted import Counted, Meter
+from zmpi.cost.watch import Memory, WatchedUnit, WatchedZeRO
 from zmpi.device import Device
 from zmpi.optim import BLOCK, Slice, sum_of_squares
 from zmpi.sums import REDUCE_BLOCK, add_in_order
-from zmpi.watch import Memory, WatchedUnit, WatchedZeRO
 
 
 class CountedWorld(World):

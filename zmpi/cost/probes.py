@@ -10,8 +10,8 @@ from time import perf_counter
 import numpy as np
 
 from zmpi.comm import Communicator
+from zmpi.cost.watch import Memory, WatchedZeRO
 from zmpi.memory import peak_resident_bytes
-from zmpi.watch import Memory, WatchedZeRO
 
 NUMPY_DOMAIN = np.lib.tracemalloc_domain  # of array data
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zmpi import pretrained
+from zmpi.saving import pretrained
 
 FREE = ("stage", "steps", "micro_batch", "accumulate", "precision", "reduction", "prefetch", "recompute")
 MODEL = ("model", "layers", "width", "heads", "context", "vocab")

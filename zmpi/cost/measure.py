@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
+from zmpi.cost.estimate import Setting
+from zmpi.cost.probes import PeakResident, ProbedZeRO, TracedZeRO
+from zmpi.cost.watch import watched
 from zmpi.data import Batches
 from zmpi.engine import ZeRO
-from zmpi.estimate import Setting
-from zmpi.guard import Agreed
-from zmpi.launch import ranks_on_this_node
 from zmpi.ledger import OWNED
+from zmpi.manners.guard import Agreed
+from zmpi.manners.launch import ranks_on_this_node
 from zmpi.precision import Policy
-from zmpi.probes import PeakResident, ProbedZeRO, TracedZeRO
 from zmpi.stages import STAGES, elements_moved, state_bytes
 from zmpi.trace import Trace, aligned
-from zmpi.watch import watched
 
 MOVED = ("all_gather", "reduce_scatter")
 PROBED_STEPS = 3

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zmpi.blocks import BlockReader, Record, named, sync_folder, write_text
+from zmpi.saving.blocks import BlockReader, Record, named, sync_folder, write_text
 
 VERSION = 1  # of the format
 JSON, DIGEST = "manifest.json", "manifest.sha256"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from zmpi.dryrun import CountedWorld, DryRun, Memo
+from zmpi.cost.dryrun import CountedWorld, DryRun, Memo
 from zmpi.optim import AdamW
 from zmpi.precision import Policy
 

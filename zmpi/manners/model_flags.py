@@ -1,7 +1,7 @@
 """The model of a command line."""
 
 from models import GPT, MLP
-from zmpi.options import named_as_flags, whole
+from zmpi.manners.options import named_as_flags, whole
 
 
 def model_flags(group):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zmpi.blocks import named
+from zmpi.saving.blocks import named
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 SIZES = {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "context": "n_positions", "vocab": "vocab_size"}

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from zmpi.launch import cores, launcher
+from zmpi.manners.launch import cores, launcher
 
 
 def machine(world):

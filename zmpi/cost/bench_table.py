@@ -1,6 +1,6 @@
 """A bench's report as text: for each quantity a line, for each stage a column; formula and measurement below each other."""
 
-from zmpi.table import seconds, short, table, unit_for
+from zmpi.manners.table import seconds, short, table, unit_for
 
 EQUAL, UNEQUAL = "✓", "≠"
 

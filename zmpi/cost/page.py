@@ -4,8 +4,8 @@ from base64 import b64encode
 from html import escape
 from io import BytesIO
 
-from zmpi.bench_table import NOTES, heading, point_of, stage_rows, sweep_table
-from zmpi.table import seconds
+from zmpi.cost.bench_table import NOTES, heading, point_of, stage_rows, sweep_table
+from zmpi.manners.table import seconds
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
@@ -21,7 +21,7 @@ tr.below td:first-child { padding-left: 2.5em; color: #555; } .scroll { overflow
 
 def write_report(folder, axis, reports):
     """Write the pictures (PNG) and index.html into `folder`, which is made where it is missing."""
-    from zmpi.pictures import pictures, sweep_picture
+    from zmpi.cost.pictures import pictures, sweep_picture
 
     folder.mkdir(exist_ok=True)
     parts = []

@@ -14,8 +14,8 @@ import re
 import shutil
 from pathlib import Path
 
-from zmpi.blocks import named, sync_folder, write_text
-from zmpi.manifest import JSON, digest_of
+from zmpi.saving.blocks import named, sync_folder, write_text
+from zmpi.saving.manifest import JSON, digest_of
 
 LATEST, SAVING, REMOVING, MARKING = "latest", ".saving-", ".removing-", ".latest"
 NAME = re.compile(r"step-(\d{8,})-save-(\d+)")

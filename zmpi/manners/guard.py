@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 
-from zmpi.hooks import ENDING, Hooks, say
+from zmpi.manners.hooks import ENDING, Hooks, say
 
 POLL = 0.1  # seconds between two looks at the private communicator
 SETTLE = 0.5  # seconds in which ranks that find a fault together learn of each other; several POLLs

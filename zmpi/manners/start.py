@@ -5,8 +5,16 @@ from pathlib import Path
 
 from zmpi.comm import Communicator, World
 from zmpi.engine import ZeRO
-from zmpi.guard import UsageError
-from zmpi.options import Told
+from zmpi.manners.guard import UsageError
+from zmpi.manners.options import Told, real
+
+
+def world_flags(group, timeout=300):
+    """Add the flags that `start` makes a World of. `timeout`: the default, in seconds."""
+    add = group.add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where arrays live")
+    add("--transport", choices=("auto", "direct", "staged"), default="auto", help="how device memory reaches MPI")
+    add("--timeout", type=real(0, above=True), default=timeout, help="seconds after which a stuck collective ends the run")
 
 
 def start(parser, argv):

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from math import isfinite
 
 from zmpi import __version__
-from zmpi.guard import UsageError
+from zmpi.manners.guard import UsageError
 
 
 class Told(Exception):

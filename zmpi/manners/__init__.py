@@ -1,0 +1,1 @@
+"""How a process starts, fails and speaks: the launcher's variables, flags, errors, what is printed, and that nobody hangs."""
