@@ -73,6 +73,7 @@ def test_b(): pass
 def run(folder, body):
     (folder / "world").mkdir(parents=True)
     shutil.copy(HERE / "conftest.py", folder)
+    shutil.copy(HERE / "mpirun.py", folder)  # which it imports; it is read where the checkout lies in the same folder
     shutil.copy(HERE / "world" / "conftest.py", folder / "world")
     (folder / "world" / "test_it.py").write_text(f"import time\nimport pytest\nfrom mpi4py import MPI\n{body}")
     return run_world(3, ["-m", "pytest", folder / "world", "-q", "-p", "no:cacheprovider"], timeout=40)

@@ -17,11 +17,10 @@ def add_in_order(rows, out, fresh):
     for start in range(0, len(out), REDUCE_BLOCK):
         part = out[start : start + REDUCE_BLOCK]
         total = part if part.dtype == wide else np.empty_like(part, dtype=wide)
-        if fresh:
-            total.fill(0)
         with np.errstate(over="ignore", invalid="ignore"):  # an overflow (and inf - inf) is found in the norm
-            for row in rows:
-                np.add(total, row[start : start + REDUCE_BLOCK], out=total)
+            for i, row in enumerate(rows):
+                so_far = 0.0 if fresh and i == 0 else total
+                np.add(so_far, row[start : start + REDUCE_BLOCK], out=total, dtype=wide)
             if total is not part:
                 np.copyto(part, total, casting="same_kind")
 

@@ -169,6 +169,8 @@ class Counted(np.lib.mixins.NDArrayOperatorsMixin):
 
 def _product(meter, a, b):
     """The shape of a @ b, whose FLOPs are booked."""
+    if a.ndim == 1:  # a row, which is not in the result
+        return _product(meter, a.reshape(1, -1), b)[1:]
     shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     if a.shape[-1] != b.shape[-2]:
         raise ValueError(f"matmul: {a.shape} and {b.shape} do not fit")
@@ -191,6 +193,7 @@ def _empty_like(_, x, dtype=None, shape=None):
 # Each takes the array that NumPy dispatched on, and then what it was called with.
 _FUNCTIONS = {
     np.empty_like: _empty_like,
+    np.full_like: lambda _, x, value, dtype=None, shape=None: x.new(shape, dtype),
     np.zeros_like: _empty_like,
     np.ones_like: _empty_like,
     np.arange: lambda like, length: like.new((length,), np.int64),
