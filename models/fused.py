@@ -22,7 +22,7 @@ def product_backward(dy, x, w_CF, dw_CF):
 def bias_gelu(x, b_F):
     """y = gelu(x + b); dy/dx is left in x's memory: the backward needs that alone, and tanh is computed once for both.
 
-    As in ops.gelu_backward: y = x s, dy/dx = s (1 + (1 - s) 2 x u'), s = (1 + tanh u) / 2.
+    As in ops.gelu_backward: y = x s, s = (1 + tanh u) / 2, ds/dx = 2 s (1 - s) u', so dy/dx = s + y (1 - s) 2 u'.
     """
     y = np.empty_like(x)
     x_NF, y_NF = flat_rows(x), flat_rows(y)
@@ -38,14 +38,12 @@ def bias_gelu(x, b_F):
         np.tanh(s_RF, out=s_RF)
         s_RF *= 0.5
         s_RF += 0.5
+        y_RF = np.multiply(x_RF, s_RF, out=y_NF[rows])
         slope_RF *= 6 * GELU_1
-        slope_RF += 2 * GELU_0
-        slope_RF *= x_RF  # 2 x u'
-        np.multiply(x_RF, s_RF, out=y_NF[rows])
-        np.subtract(1.0, s_RF, out=x_RF)
-        slope_RF *= x_RF
-        slope_RF += 1.0
-        np.multiply(slope_RF, s_RF, out=x_RF)
+        slope_RF += 2 * GELU_0  # 2 u'
+        slope_RF *= y_RF
+        slope_RF *= np.subtract(1.0, s_RF, out=x_RF)
+        np.add(slope_RF, s_RF, out=x_RF)
     return y
 
 

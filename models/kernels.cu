@@ -58,10 +58,6 @@ GLOBAL bias_gelu_backward(T *dy, const T *slope, W *partial, Index N, Index F, I
 
 // ---- layer norm --------------------------------------------------------------------------------------------------------
 
-__device__ T shifted(T hat, T gain, T bias) {
-    return T(fma((W)hat, (W)gain, (W)bias));  // from the rounded hat: scale_shift gives the same bits
-}
-
 GLOBAL layer_norm(const T *x, const T *gain, const T *bias, T *y, T *x_hat, W *rstd, Index N, Index C, W eps) {
     EACH_ROW(r, N) {
         const T *row = x + r * C;
@@ -73,14 +69,10 @@ GLOBAL layer_norm(const T *x, const T *gain, const T *bias, T *y, T *x_hat, W *r
         EACH_LANE(c, C) {
             T hat = T(((W)row[c] - mean) * scale);
             x_hat[r * C + c] = hat;
-            y[r * C + c] = shifted(hat, gain[c], bias[c]);
+            y[r * C + c] = T(fma((W)hat, (W)gain[c], (W)bias[c]));
         }
         if (LANE == 0) rstd[r] = scale;
     }
-}
-
-GLOBAL scale_shift(const T *x_hat, const T *gain, const T *bias, T *y, Index n, Index C) {
-    EACH(i, n) y[i] = shifted(x_hat[i], gain[i % C], bias[i % C]);
 }
 
 // dx in dy's memory. A block has the rows of one part: it first adds up their columns, partial (parts, 2, C) for gain and

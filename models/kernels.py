@@ -173,12 +173,6 @@ def layer_norm(x, gain_C, bias_C):
     return y, (x_hat, rstd_N1)
 
 
-def scale_shift(x_hat, gain_C, bias_C):
-    y = cupy.empty(x_hat.shape, x_hat.dtype)
-    launch("scale_shift", y.dtype, y.size, whole(x_hat), whole(gain_C), whole(bias_C), y, y.size, len(gain_C))
-    return y
-
-
 def layer_norm_backward(dy, saved, gain_C, dgain_C, dbias_C):
     x_hat, rstd_N1 = saved
     N, C = flat_rows(x_hat).shape

@@ -133,13 +133,6 @@ def layer_norm(x, gain_C, bias_C):
     return y, (x_hat, rstd_N1)
 
 
-def scale_shift(x_hat, gain_C, bias_C):
-    """y = x_hat * gain + bias: layer norm's output once more, to the same bits. Cheaper to compute than to keep."""
-    y = np.multiply(x_hat, gain_C)
-    y += bias_C
-    return y
-
-
 def layer_norm_backward(dy, saved, gain_C, dgain_C, dbias_C):
     """Of y = x_hat * gain + bias, x_hat = (x - mean) * rstd: returns dx, in dy's memory. `saved` is (x_hat, rstd).
 
@@ -215,6 +208,6 @@ def cross_entropy(logits_NV, targets_N, divisor):
 
 
 # On a GPU the fused twins of kernels.py take over: CuPy's arrays are handed to them.
-add_product, linear, linear_backward, scale_shift = map(on_gpu, (add_product, linear, linear_backward, scale_shift))
+add_product, linear, linear_backward = map(on_gpu, (add_product, linear, linear_backward))
 gelu, gelu_backward, layer_norm, layer_norm_backward = map(on_gpu, (gelu, gelu_backward, layer_norm, layer_norm_backward))
 embedding_backward, cross_entropy = map(on_gpu, (embedding_backward, cross_entropy))

@@ -20,7 +20,6 @@ from models.ops import (
     layer_norm_backward,
     linear,
     linear_backward,
-    scale_shift,
 )
 
 
@@ -120,25 +119,22 @@ class Block(Layer):
                 init_normal(w, key, name, self.residual_std if "c_proj" in name else 0.02)
 
     def forward(self, w, x_BTC, attend=None):
-        """Saves 14 BTC elements, the MLP's GELU's output and slope among them; the layer norms' outputs are computed again.
-
-        `attend` takes attention's place, if it is given.
-        """
-        norm_BTC, norm_1 = layer_norm(x_BTC, *parameters(w, "ln_1"))
-        qkv_BTF = linear(norm_BTC, *parameters(w, "attn.c_attn"))
+        """Saves 16 BTC elements: nothing is computed twice. `attend` takes attention's place, if it is given."""
+        in_1_BTC, norm_1 = layer_norm(x_BTC, *parameters(w, "ln_1"))
+        qkv_BTF = linear(in_1_BTC, *parameters(w, "attn.c_attn"))
         mixed_BTC, lse = (attend or attention)(qkv_BTF, self.heads)
         mid_BTC = linear(mixed_BTC, *parameters(w, "attn.c_proj"))
         mid_BTC += x_BTC
 
-        norm_BTC, norm_2 = layer_norm(mid_BTC, *parameters(w, "ln_2"))
-        hidden_BTF = product(norm_BTC, w["mlp.c_fc.weight"])
+        in_2_BTC, norm_2 = layer_norm(mid_BTC, *parameters(w, "ln_2"))
+        hidden_BTF = product(in_2_BTC, w["mlp.c_fc.weight"])
         active_BTF, slope_BTF = bias_gelu(hidden_BTF, w["mlp.c_fc.bias"]), hidden_BTF
         y_BTC = linear(active_BTF, *parameters(w, "mlp.c_proj"))
         y_BTC += mid_BTC
-        return y_BTC, (norm_1, qkv_BTF, mixed_BTC, lse, norm_2, active_BTF, slope_BTF)
+        return y_BTC, (in_1_BTC, norm_1, qkv_BTF, mixed_BTC, lse, in_2_BTC, norm_2, active_BTF, slope_BTF)
 
     def backward(self, w, dw, saved, dy_BTC):
-        norm_1, qkv_BTF, mixed_BTC, lse, norm_2, active_BTF, slope_BTF = saved
+        in_1_BTC, norm_1, qkv_BTF, mixed_BTC, lse, in_2_BTC, norm_2, active_BTF, slope_BTF = saved
 
         def linear_back(d, x, name):
             return linear_backward(d, x, w[f"{name}.weight"], *parameters(dw, name))
@@ -147,14 +143,14 @@ class Block(Layer):
         d = linear_back(dy_BTC, active_BTF, "mlp.c_proj")
         d = bias_gelu_backward(d, slope_BTF, dw["mlp.c_fc.bias"])
         fc = "mlp.c_fc.weight"
-        d = product_backward(d, scale_shift(norm_2[0], *parameters(w, "ln_2")), w[fc], dw[fc])
+        d = product_backward(d, in_2_BTC, w[fc], dw[fc])
         d = layer_norm_backward(d, norm_2, w["ln_2.weight"], *parameters(dw, "ln_2"))
         dmid_BTC = np.add(d, dy_BTC, out=dy_BTC)
 
         # mid = x + linear(attention(linear(layer_norm(x))))
         d = linear_back(dmid_BTC, mixed_BTC, "attn.c_proj")
         d = attention_backward(d, qkv_BTF, mixed_BTC, lse)
-        d = linear_back(d, scale_shift(norm_1[0], *parameters(w, "ln_1")), "attn.c_attn")
+        d = linear_back(d, in_1_BTC, "attn.c_attn")
         d = layer_norm_backward(d, norm_1, w["ln_1.weight"], *parameters(dw, "ln_1"))
         return np.add(d, dmid_BTC, out=dmid_BTC)
 
@@ -180,13 +176,12 @@ class Head(Layer):
     def forward(self, w, x_BTC):
         norm_BTC, norm_f = layer_norm(x_BTC, *parameters(w, "ln_f"))
         logits_NV = np.matmul(flat_rows(norm_BTC), w["wte.weight"].T)
-        return logits_NV.reshape(*x_BTC.shape[:-1], -1), norm_f
+        return logits_NV.reshape(*x_BTC.shape[:-1], -1), (norm_BTC, norm_f)
 
     def backward(self, w, dw, saved, dy_BTV):
         # logits = layer_norm(x) @ wte.T
-        norm_f, dy_NV = saved, flat_rows(dy_BTV)
+        (norm_BTC, norm_f), dy_NV = saved, flat_rows(dy_BTV)
         wte_VC, dwte_VC = w["wte.weight"], dw["wte.weight"]
-        norm_BTC = scale_shift(norm_f[0], *parameters(w, "ln_f"))
         add_product(dwte_VC, dy_NV.T, flat_rows(norm_BTC))
         d_BTC = np.matmul(dy_NV, wte_VC).reshape(norm_BTC.shape)
         return layer_norm_backward(d_BTC, norm_f, w["ln_f.weight"], *parameters(dw, "ln_f"))

@@ -143,7 +143,7 @@ def test_every_twin_has_the_name_and_signature_of_its_reference(twins):
             if getattr(function, "__code__", None) is on_gpu(normal).__code__ and function.__module__ == module.__name__:
                 assert inspect.signature(function) == inspect.signature(getattr(kernels, name)), name
                 found += 1
-    assert found == 12 + 2 + 1 + 3
+    assert found == 11 + 2 + 1 + 3
 
 
 @dtypes
@@ -186,7 +186,6 @@ def test_layer_norm(twins, dtype, rows):
     y, saved = ops.layer_norm(x, gain, bias)
     for found, expected in ((y_, y), (hat_, saved[0]), (rstd_, saved[1])):
         assert_close(found, expected, dtype)
-    assert ops.scale_shift(hat_, gain_, bias_).tobytes() == y_.tobytes()  # once more, to the same bits
     dy, dy_ = pair(normal(rows, 50, seed=1), dtype)
     given = rounded(np.asarray(hat_), np.float64), np.asarray(rstd_).astype(np.float64)
     dgain, dbias = np.ones(50), np.ones(50)

@@ -68,7 +68,6 @@ def test_layer_norm(kind, N, C):
     (y, saved), (y_, saved_) = ops.layer_norm(x, gain, bias), ops.layer_norm(x_, gain_, bias_)
     assert_close(y_, y, kind)
     assert_close(saved_[1], saved[1], kind)
-    assert ops.scale_shift(saved_[0], gain_, bias_).get().tobytes() == y_.get().tobytes()
     given = saved_[0].get().astype(np.float64), saved_[1].get().astype(np.float64)
     (dy, dy_), (dgain, dgain_), (dbias, dbias_) = pair(normal(N, C), kind), zeros(C, kind), zeros(C, kind)
     dx_ = ops.layer_norm_backward(dy_, saved_, gain_, dgain_, dbias_)
