@@ -171,7 +171,7 @@ class SGD(_Optimizer):
 
 def sum_of_squares(vector):
     """The sum of squares as a float, in float64, block by block: its bits depend on the vector's values alone."""
-    total, length = 0.0, min(BLOCK // 4, len(vector))
+    total, length = 0.0, min(BLOCK // 2, len(vector))
     scratch = np.empty_like(vector, shape=length, dtype=np.float64)
     for start in range(0, len(vector), max(1, length)):
         block = vector[start : start + length]
