@@ -1,6 +1,7 @@
 """The house: who may import whom, and how large things may grow (DESIGN: a file, a function, the core)."""
 
 import ast
+import configparser
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,9 @@ def test_no_code_asks_for_a_stage_by_number():
             if isinstance(node, ast.Compare):
                 text = ast.unparse(node)
                 assert "stage.number" not in text and "stage ==" not in text, f"{path.name}: {text}"
+
+
+def test_every_folder_of_code_is_installed():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert set(setup["options"]["packages"].replace(",", " ").split()) == {module(path.parent) for path in FILES}
