@@ -119,7 +119,7 @@ class Block(Layer):
                 init_normal(w, key, name, self.residual_std if "c_proj" in name else 0.02)
 
     def forward(self, w, x_BTC, attend=None):
-        """Saves 16 BTC elements: nothing is computed twice. `attend` takes attention's place, if it is given."""
+        """Saves 16 BTC elements; backward computes only the scores again. `attend` takes attention's place, if it is given."""
         in_1_BTC, norm_1 = layer_norm(x_BTC, *parameters(w, "ln_1"))
         qkv_BTF = linear(in_1_BTC, *parameters(w, "attn.c_attn"))
         mixed_BTC, lse = (attend or attention)(qkv_BTF, self.heads)
