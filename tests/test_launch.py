@@ -158,18 +158,23 @@ print(faults() - first)
     assert int(python(script, os.environ)) < 100
 
 
-def test_arrays_lie_in_huge_pages():
-    """64 arrays of 1 MiB, for which NumPy itself asks nothing; three quarters leave room for a kernel short of such pages."""
+def test_arrays_lie_where_huge_pages_are_asked_for():
+    """An array of 1 MiB, for which NumPy itself asks nothing. Whether the kernel has such pages free is not ours to test."""
     script = """
 import zmpi
 import numpy as np
-arrays = [np.ones(1 << 18, np.float32) for _ in range(64)]
-print(sum(int(line.split()[1]) for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")))
+address = np.ones(1 << 18, np.float32).ctypes.data
+for line in open("/proc/self/smaps"):
+    first = line.split()[0]
+    if not first.endswith(":"):
+        start, stop = (int(end, 16) for end in first.split("-"))
+    elif first == "VmFlags:" and start <= address < stop:
+        print("hg" in line.split())
 """
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if launch.keep_freed_memory() == "nothing" or not setting.exists() or "[never]" in setting.read_text():
+    if launch.keep_freed_memory() == "nothing" or not setting.exists():
         pytest.skip("no glibc, or a kernel without huge pages")
-    assert int(python(script, os.environ)) >= 48 << 10
+    assert python(script, os.environ) == "True\n"
 
 
 def test_where_the_heap_cannot_grow_nothing_is_asked_for():
