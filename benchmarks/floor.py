@@ -54,7 +54,7 @@ class Measured:
 
     def __init__(self, stage, shape, world):
         self.stage, self.world = stage, world
-        optimizer = zmpi.AdamW(lr=3e-4, beta1=0.9, beta2=0.95, weight_decay=task.WEIGHT_DECAY, clip=task.CLIP)
+        optimizer = zmpi.AdamW(**task.adamw_of_zmpi())
         self.zero = zmpi.ZeRO(task.model_of(shape), world, stage, optimizer, seed=task.SEED)
         self.batches = task.Batches(shape, world.rank, world.size)
         self.rounds, self.faults, self.blocked = [], [], []

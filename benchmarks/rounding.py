@@ -18,13 +18,7 @@ from torch_worker import load, torch_step
 
 def of_zmpi(shape, precision, batches):
     """The losses of zmpi in "float32" or "float64"."""
-    optimizer = zmpi.AdamW(
-        lr=task.ADAMW["lr"],
-        beta1=task.ADAMW["betas"][0],
-        beta2=task.ADAMW["betas"][1],
-        weight_decay=task.WEIGHT_DECAY,
-        clip=task.CLIP,
-    )
+    optimizer = zmpi.AdamW(**task.adamw_of_zmpi())
     policy = zmpi.Policy(precision=precision)
     zero = zmpi.ZeRO(task.model_of(shape), zmpi.World(), 0, optimizer, seed=task.SEED, policy=policy)
     return [zero.train_step([batch]) for batch in batches]

@@ -13,6 +13,13 @@ WEIGHT_DECAY = 0.1  # of tensors of two and more dimensions
 CLIP = 1.0
 
 
+def adamw_of_zmpi():
+    """The arguments of zmpi's AdamW for the same."""
+    beta1, beta2 = ADAMW["betas"]
+    numbers = {"lr": ADAMW["lr"], "beta1": beta1, "beta2": beta2, "eps": ADAMW["eps"]}
+    return {**numbers, "weight_decay": WEIGHT_DECAY, "clip": CLIP}
+
+
 def model_of(shape):
     """The GPT of a Shape."""
     return GPT(shape.layers, shape.width, shape.heads, shape.context, shape.vocab)

@@ -12,14 +12,7 @@ from turns import Turns
 def main(shape_name, stage):
     """Train when told to."""
     turns, shape, world = Turns(), shape_of(shape_name), zmpi.World()
-    optimizer = zmpi.AdamW(
-        lr=task.ADAMW["lr"],
-        beta1=task.ADAMW["betas"][0],
-        beta2=task.ADAMW["betas"][1],
-        eps=task.ADAMW["eps"],
-        weight_decay=task.WEIGHT_DECAY,
-        clip=task.CLIP,
-    )
+    optimizer = zmpi.AdamW(**task.adamw_of_zmpi())
     zero = zmpi.ZeRO(task.model_of(shape), world, int(stage), optimizer, seed=task.SEED)
     batches = task.Batches(shape, world.rank, world.size)
     turns.serve(batches, lambda inputs, targets: zero.train_step([(inputs, targets)]), extra=lambda: _blocked(zero))

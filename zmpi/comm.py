@@ -81,8 +81,7 @@ class World:
         """(transport, why) of arrays on a device, "cpu" or "cuda", on this MPI. Collective; touches no GPU."""
         kinds = self.mpi.Get_info().get("mpi_memory_alloc_kinds", "")
         answer = device, *cuda_awareness(ctypes.CDLL(MPI.__file__), kinds, os.environ)
-        with self.guard.waiting("agreement"):
-            answers = self.mpi.allgather(answer)
+        answers = self.share(answer)
         with self.agreed():
             return choose_transport(asked, answers)
 
@@ -166,7 +165,7 @@ class Communicator:
         if self._latest and way.depth < inf:
             self._latest.Wait()  # its pinned buffers are needed
         self._latest = Paced(way, cuts, partial(self._post, shard, full), partial(way.arrived, full, self.shards))
-        self._book("all_gather", layout, len(cuts), layout.padding(layout.shard(self.shard)), full.itemsize)
+        self._book("all_gather", layout, len(cuts), full.itemsize)
         self.in_flight += 1
         return Gather(self, layout.name, [self._latest], (shard, full))
 
@@ -186,8 +185,7 @@ class Communicator:
                 rows = self._exchange(layout, full, start, stop)
             self.ledger.book("reduce_scatter", layout.name, blocked_s=perf_counter() - began)
             add_in_order(rows, out[start:stop], fresh)
-        padding = layout.padded - layout.elements - layout.padding(layout.shard(self.shard))
-        self._book("reduce_scatter", layout, len(pieces), padding, full.itemsize)
+        self._book("reduce_scatter", layout, len(pieces), full.itemsize)
 
     def gather_scalars(self, values):
         """Every rank's floats, as an array (size, len(values)): row r is rank r's. They are few, and sent as float64."""
@@ -260,10 +258,11 @@ class Communicator:
             self._rows[key] = kind.Create_contiguous(elements).Create_resized(0, extent * kind.extent).Commit()
         return self._rows[key]
 
-    def _book(self, kind, layout, calls, padding, itemsize):
-        others = self.shards - 1
+    def _book(self, kind, layout, calls, itemsize):
+        """What is sent: by an all-gather the own slice to each other owner, by a reduction each other owner's slice."""
+        others, own = self.shards - 1, layout.padding(layout.shard(self.shard))
         sent = others * layout.shard_length * itemsize
-        padding *= (others if kind == "all_gather" else 1) * itemsize
+        padding = (own * others if kind == "all_gather" else layout.padded - layout.elements - own) * itemsize
         self.ledger.book(kind, layout.name, calls=calls, elements=layout.elements, bytes_sent=sent, padding_bytes=padding)
 
 

@@ -31,9 +31,9 @@ def parser():
 def main(argv=None):
     """Run the command: the report, and a last line that is the verdict. Status 1 where this MPI is not usable."""
     _, world = start(parser(), argv)
-    ranks = _everyone(world, _own_facts(world))
+    ranks = world.share(_own_facts(world), "the doctor's figures")
     rates, wrong = _rates(world)
-    wrong = [text for text in _everyone(world, wrong) if text]
+    wrong = [text for text in world.share(wrong, "the doctor's figures") if text]
     gpus_way, how = world.transport_for("cuda")
     aware = gpus_way == "direct"
     if world.rank == 0:
@@ -71,11 +71,6 @@ def _own_facts(world):
 
 def _chosen(device):
     return f"(auto: {device.why})" if device.why else "(asked for)"
-
-
-def _everyone(world, value):
-    with world.guard.waiting("the doctor's figures"):
-        return world.mpi.allgather(value)
 
 
 def _rates(world):

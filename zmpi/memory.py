@@ -16,8 +16,8 @@ def peak_resident_bytes():
 
 def traced_array_bytes():
     """Bytes of NumPy's arrays that were made since tracemalloc was started, and are alive."""
-    arrays = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
-    return sum(entry.size for entry in tracemalloc.take_snapshot().filter_traces([arrays]).statistics("filename"))
+    domain = np.lib.tracemalloc_domain
+    return sum(trace.size for trace in tracemalloc.take_snapshot().traces if trace.domain == domain)
 
 
 @lru_cache(maxsize=1)

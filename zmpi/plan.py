@@ -8,7 +8,7 @@ from zmpi.cost.paper import both_tables, largest_model
 from zmpi.manners.guard import UsageError
 from zmpi.manners.model_flags import build_model, model_flags
 from zmpi.manners.options import Parser, alone, named_as_flags, real, whole
-from zmpi.manners.table import seconds, short, table, unit_for
+from zmpi.manners.table import in_bytes, seconds, short, table, unit_for
 from zmpi.precision import RECIPES, Policy
 from zmpi.stages import STAGES, elements_moved, state_bytes
 
@@ -88,7 +88,7 @@ def _of_formula(args):
         f"{_opening(parameters, args, recipe)}; {name} per rank (1 {name} = {divisor:,} bytes), state alone\n{table(lines, 2)}"
     )
     if args.memory:
-        text += f"\nlargest number of parameters whose state alone fits {_bytes(args.memory)} per rank"
+        text += f"\nlargest number of parameters whose state alone fits {in_bytes(args.memory)} per rank"
         text += "".join(f"\n  stage {row['stage']}  {row['largest_parameters']:.4g}" for row in rows)
     return text
 
@@ -102,11 +102,6 @@ def _json(recipe, parameters, args, rows):
     return json.dumps(
         {"recipe": recipe.bytes_per_parameter(), "parameters": parameters, "ranks": args.ranks, "stages": rows}, allow_nan=False
     )
-
-
-def _bytes(nbytes):
-    divisor, name = unit_for(nbytes)
-    return f"{short(nbytes / divisor)} {name}"
 
 
 # ---- a model ---------------------------------------------------------------------------------------------------------
@@ -199,7 +194,7 @@ def _fits(limits, args):
         counts = [limit["largest_layers"], limit["largest_micro_batch"]]
         said = ["none" if not n else f"{n:,}" + (" or more" if n == HIGHEST else "") for n in counts]
         lines.append((f"  {stage.number}", f"{limit['largest_parameters']:.4g}", *said))
-    return f"largest that fits {_bytes(args.memory)} per rank, all else as above\n{table(lines)}"
+    return f"largest that fits {in_bytes(args.memory)} per rank, all else as above\n{table(lines)}"
 
 
 def _times(walks, turning, speed, args):

@@ -1,6 +1,6 @@
 """A bench's report as text: for each quantity a line, for each stage a column; formula and measurement below each other."""
 
-from zmpi.manners.table import seconds, short, table, unit_for
+from zmpi.manners.table import in_bytes, seconds, table
 
 EQUAL, UNEQUAL = "✓", "≠"
 
@@ -144,7 +144,7 @@ def sweep_table(axis, reports):
     for title, cell in (
         ("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}"),
         ("blocked", lambda row: percent(row["blocked_share"])),
-        ("peak of arrays", lambda row: _short_bytes(max(row["arrays"]["peak"]["measured"]))),
+        ("peak of arrays", lambda row: in_bytes(max(row["arrays"]["peak"]["measured"]))),
     ):
         rows.append((title, *("" for _ in stages)))
         for report in reports:
@@ -157,8 +157,3 @@ def point_of(axis, report):
     """The report's place on the axis, in words."""
     place = {"ranks": "size", "batch": "micro_batch"}.get(axis)
     return f"{axis} {report[place] if place else report['model']['width']}"
-
-
-def _short_bytes(nbytes):
-    divisor, name = unit_for(nbytes)
-    return f"{short(nbytes / divisor)} {name}"

@@ -37,8 +37,7 @@ class CountedCommunicator(Communicator):
     """Books what would be sent, and sends nothing."""
 
     def all_gather(self, layout, shard, full):
-        padding = layout.padding(layout.shard(self.shard))
-        self._book("all_gather", layout, len(self._chunks(layout, full.itemsize)), padding, full.itemsize)
+        self._book("all_gather", layout, len(self._chunks(layout, full.itemsize)), full.itemsize)
         self.in_flight += 1
         return self
 
@@ -48,8 +47,7 @@ class CountedCommunicator(Communicator):
     def reduce_scatter(self, layout, full, out, fresh):
         block = min(len(out), self._chunk_elements(full.itemsize), REDUCE_BLOCK)
         add_in_order([self._message[:block]], out[:block], fresh)
-        padding = layout.padded - layout.elements - layout.padding(layout.shard(self.shard))
-        self._book("reduce_scatter", layout, len(self._cuts(layout, full.itemsize)), padding, full.itemsize)
+        self._book("reduce_scatter", layout, len(self._cuts(layout, full.itemsize)), full.itemsize)
 
     def gather_scalars(self, values):
         sent = (self.size - 1) * 8 * len(values)
@@ -61,7 +59,7 @@ class CountedUnit(WatchedUnit):
     """A unit whose sums of squares are not waited for."""
 
     def squares(self):
-        block = min(self.layout.shard_length // self.layout.pieces, BLOCK // 8)
+        block = min(self.layout.shard_length // self.layout.pieces, BLOCK)  # not fewer than are squared at once
         return [sum_of_squares(self.summed[:block])] * self.layout.pieces
 
 

@@ -7,13 +7,9 @@ from contextlib import suppress
 from functools import partial
 from time import perf_counter
 
-import numpy as np
-
 from zmpi.comm import Communicator
 from zmpi.cost.watch import Memory, WatchedZeRO
-from zmpi.memory import peak_resident_bytes
-
-NUMPY_DOMAIN = np.lib.tracemalloc_domain  # of array data
+from zmpi.memory import peak_resident_bytes, traced_array_bytes
 
 
 def array_bytes():
@@ -25,7 +21,7 @@ def array_bytes():
     if not tracemalloc.is_tracing():
         return 0, 0
     whole, highest = tracemalloc.get_traced_memory()
-    arrays = sum(trace.size for trace in tracemalloc.take_snapshot().traces if trace.domain == NUMPY_DOMAIN)
+    arrays = traced_array_bytes()
     tracemalloc.reset_peak()
     return arrays, highest - (whole - arrays)
 

@@ -158,17 +158,12 @@ def keep_freed_memory() -> str:
 
     Returns what was done: "thresholds", "no mmap" (older glibc refuses thresholds above 32 MiB), "nothing" (no glibc).
     """
-    try:
-        libc = ctypes.CDLL(None)
-        libc.gnu_get_libc_version  # noqa: B018  (the mallopt of another libc has other numbers)
-        mallopt = libc.mallopt
-    except (OSError, AttributeError, TypeError):
+    libc = _glibc()
+    if libc is None or libc.mallopt(M_TRIM_THRESHOLD, -1) != 1:
         return "nothing"
-    if mallopt(M_TRIM_THRESHOLD, -1) != 1:
-        return "nothing"
-    if mallopt(M_MMAP_THRESHOLD, 2**30) == 1:
+    if libc.mallopt(M_MMAP_THRESHOLD, 2**30) == 1:
         return "thresholds"
-    return "no mmap" if mallopt(M_MMAP_MAX, 0) == 1 else "nothing"
+    return "no mmap" if libc.mallopt(M_MMAP_MAX, 0) == 1 else "nothing"
 
 
 def use_huge_pages() -> bool:
@@ -177,18 +172,25 @@ def use_huge_pages() -> bool:
     NumPy asks for them from 4 MiB an array on. A small model's arrays are smaller, and its matrix products walk over many
     rows: with pages of 4 KiB the processor looks up one for each. The GiB is address space, not memory.
     """
+    libc = _glibc()
+    if libc is None:
+        return False
+    libc.sbrk.restype = libc.malloc.restype = ctypes.c_void_p
+    start = libc.sbrk(0)
+    libc.mallopt(M_TOP_PAD, HEAP)  # the heap grows by so much more than is asked for
+    libc.free(ctypes.c_void_p(libc.malloc(ctypes.c_size_t(PAGE))))
+    libc.mallopt(M_TOP_PAD, TOP_PAD)
+    first, end = -(-start // PAGE) * PAGE, libc.sbrk(0) // PAGE * PAGE
+    return end > first and libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_HUGEPAGE) == 0
+
+
+def _glibc():
+    """The C library of this process where it is glibc, else None: another one's mallopt has other numbers."""
     try:
         libc = ctypes.CDLL(None)
-        libc.gnu_get_libc_version  # noqa: B018  (as above)
-        libc.sbrk.restype = libc.malloc.restype = ctypes.c_void_p
-        start = libc.sbrk(0)
-        libc.mallopt(M_TOP_PAD, HEAP)  # the heap grows by so much more than is asked for
-        libc.free(ctypes.c_void_p(libc.malloc(ctypes.c_size_t(PAGE))))
-        libc.mallopt(M_TOP_PAD, TOP_PAD)
-        first, end = -(-start // PAGE) * PAGE, libc.sbrk(0) // PAGE * PAGE
-        return end > first and libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_HUGEPAGE) == 0
-    except (OSError, AttributeError, TypeError):
-        return False
+    except (OSError, TypeError):
+        return None
+    return libc if hasattr(libc, "gnu_get_libc_version") and hasattr(libc, "mallopt") else None
 
 
 def launcher(environ) -> str:

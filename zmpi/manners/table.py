@@ -25,6 +25,12 @@ def short(value):
     return text.removesuffix(".0")
 
 
+def in_bytes(nbytes):
+    """So many bytes in the unit in which they are read best."""
+    divisor, name = unit_for(nbytes)
+    return f"{short(nbytes / divisor)} {name}"
+
+
 def seconds(value):
     """A duration in the unit in which it is read best."""
     for factor, name in ((1, "s"), (1e3, "ms")):
