@@ -120,6 +120,25 @@ def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(tmp_path, monkeypatc
     assert names(path) == [".flock", "latest", newest(path).name] and Manifest.read(newest(path))["step"] == step + 1
 
 
+def test_jobs_that_are_all_killed_before_they_remove_old_ones_leave_one_too_many_not_one_each(tmp_path, monkeypatch):
+    def marked_then_killed(target, final):
+        real_mark(target, final)
+        raise Crash
+
+    real_mark = Folder._mark
+    monkeypatch.setattr(Folder, "_mark", marked_then_killed)
+    for step in range(1, 7):
+        target = Folder(tmp_path / "dir", keep=2)
+        with pytest.raises(Crash):
+            add(target, step)
+        target.close()
+        assert len(target.complete()) == min(step, 3)
+        assert Manifest.read(newest(tmp_path / "dir"))["step"] == step
+    monkeypatch.undo()
+    add(Folder(tmp_path / "dir", keep=2), 7)
+    assert names(tmp_path / "dir") == [".flock", "latest", "step-00000006-save-6", "step-00000007-save-7"]
+
+
 def test_a_damaged_mark_is_named(tmp_path):
     target = Folder(tmp_path / "dir", keep=3)
     add(target, 1)

@@ -6,6 +6,7 @@ flips N     N times, a flipped bit or a truncation in a file of a checkpoint: fo
 resumes     10 steps straight against 5 + a new process + 5: all stages, precisions, accumulate 1 and 2
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -22,11 +23,11 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 from mpirun import ROOT, mpirun, run_world  # noqa: E402
 
-from zmpi.saving.folder import newest  # noqa: E402
+from zmpi.saving.folder import NAME, newest  # noqa: E402
 from zmpi.saving.manifest import Manifest  # noqa: E402
 
 MODEL = ["--layers", "2", "--width", "24", "--heads", "2", "--context", "16", "--micro-batch", "2", "--warmup", "2"]
-RANKS, STEPS, LIVES = 3, 8, 6
+RANKS, STEPS, LIVES, KEEP = 3, 8, 6, 3
 
 
 def train(size, *flags, timeout=60):
@@ -69,19 +70,19 @@ class Killed:
         """Wait for one of the next saves, then a random while; kill. Returns (who, the folder as it was), or None."""
         for _ in range(self.draw.randint(1, 3)):
             if not self._wait_for_a_save():
+                self.output = self.process.communicate()[0]
                 return None
-        time.sleep(self.draw.uniform(0, 0.15))
+        time.sleep(self.draw.uniform(0, self.draw.choice([0.02, 0.15])))  # a save takes some 10 ms here
         ranks = self._ranks()
-        victims = ranks if self.draw.random() < 0.5 else ranks[:1] and [self.draw.choice(ranks)]
+        victims, killed = ranks if self.draw.random() < 0.5 else ranks[:1] and [self.draw.choice(ranks)], 0
         for pid in victims:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                victims = []
+                killed += 1
         self.output = self.process.communicate(timeout=30)[0]
         while self._ranks():  # mpirun may be gone before them
             time.sleep(0.01)
-        return ("all" if len(victims) == RANKS else "one", stage_of(self.folder)) if victims else None
+        return ("all" if killed == RANKS else "one", stage_of(self.folder)) if killed else None
 
     def _wait_for_a_save(self):
         """False if the run ended before."""
@@ -125,30 +126,30 @@ def kills(count, seed=0):
     expected, life = bits(work / "alone"), 0
     while sum(where.values()) < count:
         life += 1
-        folder, log, done = work / f"life-{life}", work / f"life-{life}.log", False
+        folder, log, last = work / f"life-{life}", work / f"life-{life}.log", None
         folder.mkdir()
         for _ in range(min(LIVES, count - sum(where.values()))):
             run = Killed(folder, log, draw)
             fell = run.kill()
             if fell is None:
-                output = run.process.communicate()[0] if run.process.returncode is None else ""
-                done = True
-                assert run.process.wait() == 0, output
+                last = run.process.wait(), run.output
                 break
             where[fell] += 1
             if (folder / "latest").exists():  # killed before its first mark, a folder has none: the next job sets it
                 step = bits(folder)[0][0]
                 assert 1 <= step <= STEPS
-        if not done:
+        if not last:
             resume = ["--resume"] if list(folder.glob("step-*")) else MODEL
-            last = train(RANKS, *resume, "--steps", str(STEPS), "--checkpoint", folder, "--log", log)
-            assert last.status == 0 and not last.left, last.output
-            if "nothing to train" in last.output:
-                log = None
+            ended = train(RANKS, *resume, "--steps", str(STEPS), "--checkpoint", folder, "--log", log)
+            assert not ended.left
+            last = ended.status, ended.output
+        assert last[0] == 0, last[1]
         assert bits(folder) == expected, f"life {life} ended with other bits"
-        assert log is None or numbers(log) == numbers(work / "alone.log"), f"life {life} logged other numbers"
+        assert numbers(log) == numbers(work / "alone.log"), f"life {life} logged other numbers"
         entries = sorted(path.name for path in folder.iterdir())
-        assert len(entries) <= 5 and entries[:2] == [".flock", "latest"], entries
+        kept = KEEP + ("nothing to train" in last[1])  # what a kill left beyond --keep, the next save would remove
+        assert entries[:2] == [".flock", "latest"] and all(NAME.fullmatch(name) for name in entries[2:]), entries
+        assert len(entries[2:]) <= kept, entries
         print(f"life {life}: the same final bits; {sum(where.values())} kills so far", flush=True)
     shutil.rmtree(work)
     return where

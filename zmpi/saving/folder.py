@@ -75,7 +75,12 @@ class Folder:
         return [found[save] for save in sorted(found)]
 
     def begin(self, step):
-        """A new temporary folder for a checkpoint of that step."""
+        """A new temporary folder for a checkpoint of that step.
+
+        First removes what a job killed within `commit` left beyond `keep`: not on opening, as a job that cannot read the
+        newest checkpoint may yet want the others.
+        """
+        self._prune()
         complete = self.complete()
         save = int(NAME.fullmatch(complete[-1].name)[2]) + 1 if complete else 1
         temporary = self.path / f"{SAVING}step-{step:08d}-save-{save}"
@@ -90,9 +95,7 @@ class Folder:
             temporary.rename(final)
         sync_folder(self.path)
         self._mark(final)
-        for path in self.complete()[: -self.keep]:
-            with named(path):
-                self._remove(path)
+        self._prune()
         return final
 
     def discard(self, temporary):
@@ -118,11 +121,13 @@ class Folder:
             raise
         sync_folder(self.path)
 
-    def _remove(self, path):
-        """Remove a checkpoint. What a killed job leaves of it does not look like one."""
-        leaving = self.path / f"{REMOVING}{path.name}"
-        path.rename(leaving)
-        shutil.rmtree(leaving)
+    def _prune(self):
+        """Remove the checkpoints beyond `keep`. What a killed job leaves of one does not look like one."""
+        for path in self.complete()[: -self.keep]:
+            leaving = self.path / f"{REMOVING}{path.name}"
+            with named(path):
+                path.rename(leaving)
+                shutil.rmtree(leaving)
 
     def _clean(self):
         """Remove what killed jobs left."""
