@@ -55,8 +55,9 @@ def main():
     world = World(device="cpu")
     batches = Batches(load_text("builtin", 32, 256), world.rank, world.size, micro_batch=4, last_only=False)
     sent, losses = [], []
+    # A rate below where training has spikes: at 3e-3 two runs of different roundings end up to 1.6% apart on some texts.
     for engine in (ZeRO, QuantisedZeRO):
-        zero = engine(GPT(2, 48, 4, 32, 256), world, 3, AdamW(lr=3e-3, warmup=20, clip=1.0), seed=0)
+        zero = engine(GPT(2, 48, 4, 32, 256), world, 3, AdamW(lr=1e-3, warmup=20, clip=1.0), seed=0)
         losses.append([zero.train_step(batches.of_step(0, step, 1)) for step in range(1, 201)])
         sent.append(zero.ledger["comm"]["all_gather"]["bytes_sent"])
         if world.rank == 0:
