@@ -4,12 +4,14 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from saving import engine, state, steps
-from training import STAGES, copied, sgd, share
+from training import STAGES, copied, micro_batch, sgd, share
 
 from models import GPT
 from models.layer import Layer
 from zmpi.checkpoint import find
+from zmpi.export import export
 from zmpi.precision import RECIPES
 from zmpi.saving import blocks
 from zmpi.saving.blocks import BLOCK
@@ -122,6 +124,33 @@ def test_ranks_that_own_nothing_but_padding_save_and_load(world, folder, stage):
     second = engine(world, stage, model=Lines())
     second.load(folder)
     assert first.train_step(batch) == second.train_step(batch) and state(first) == state(second)
+
+
+# ---- weights for other tools -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_export_is_the_trained_model(world, folder, stage):
+    """B12: every tensor, the tied one once, and the logits of one process that knows nothing of ranks, all to the bit."""
+    zero = engine(world, stage)
+    steps(zero, 1, 5)
+    zero.save(folder)
+    if world.rank == 0:
+        export(find(folder, world.twin(alone=True)), folder / "gpt2")
+    world.share(None)  # it is written
+    exported = load_file(folder / "gpt2" / "model.safetensors")
+    trained = copied(zero)
+    assert {name: tensor.tobytes() for name, tensor in exported.items()} == {
+        name: tensor.tobytes() for name, tensor in trained.items()
+    }
+    assert sum(tensor.size for tensor in exported.values()) == sum(unit.layout.elements for unit in zero.units.values())
+    tokens = micro_batch(zero.model, 6, world.rank)[0]
+    expected, y = zero.forward(tokens), tokens
+    for layer in zero.model.layers:
+        prefix = "" if layer.unit else f"{layer.name}."
+        y, _ = layer.forward({name: exported[prefix + name] for name in layer.shapes()}, y)
+    assert y.tobytes() == expected.tobytes()
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
