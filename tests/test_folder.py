@@ -64,6 +64,17 @@ def test_a_lock_dies_with_its_process(tmp_path):
     Folder(tmp_path / "dir", keep=3).close()
 
 
+def test_a_folder_that_cannot_be_opened_is_not_held(tmp_path):
+    """Even while the error is, with all that was alive where it arose."""
+    add(Folder(tmp_path / "dir", keep=3), 1)
+    (tmp_path / "dir" / "latest").write_text("nonsense")
+    kept = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="latest: names no checkpoint that is there") as error:
+            Folder(tmp_path / "dir", keep=3)
+        kept.append(error)
+
+
 def test_a_file_in_the_folders_place_is_refused(tmp_path):
     (tmp_path / "dir").write_text("")
     with pytest.raises(ValueError, match="dir: not a folder"):

@@ -9,7 +9,7 @@ from faults.table import AT_ONCE
 from mpirun import run_world
 
 HEAD = """
-import os, signal, sys, threading, time
+import os, signal, sys, threading, time, warnings
 from mpi4py import MPI
 from zmpi.manners.guard import Agreed, UsageError, arm
 comm, rank = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
@@ -182,6 +182,7 @@ def test_without_threads_in_mpi_nobody_hangs_either(end):
 
 
 FORKED = """
+warnings.simplefilter("ignore")  # from 3.12 on Python warns of a fork beside a thread
 child = os.fork()
 if child == 0:
     if rank == 1: os.kill(os.getpid(), signal.SIGTERM)

@@ -9,7 +9,7 @@ Only files pass between ranks, and the block sums: no rank ever holds more than 
 """
 
 import signal
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -97,11 +97,8 @@ class Keeper:
 
 def save(zero, path, keep=3):
     """Save the engine's state into a folder of checkpoints; returns Saved. See Keeper."""
-    keeper = Keeper(path, zero.world, keep)
-    try:
+    with closing(Keeper(path, zero.world, keep)) as keeper:
         return keeper.save(zero)
-    finally:
-        keeper.close()
 
 
 def find(path, world):
@@ -158,7 +155,7 @@ def read(zero, manifest, vectors):
 
 def _write_shards(zero, path):
     """This rank's file; returns its Record."""
-    with _closing(BlockWriter(path)) as writer:
+    with closing(BlockWriter(path)) as writer:
         for unit in zero.units.values():
             for shard in unit.shards().values():
                 writer.write(zero.world.device.get(shard))
@@ -225,11 +222,3 @@ def _model(model):
 
 def _name(thing):
     return type(thing).__name__
-
-
-@contextmanager
-def _closing(writer):
-    try:
-        yield writer
-    finally:
-        writer.close()

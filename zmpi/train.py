@@ -1,6 +1,7 @@
 """mpirun -n 4 python -m zmpi.train: train a language model with its state kept apart, and say what that cost."""
 
 import sys
+from contextlib import ExitStack, closing
 from dataclasses import fields
 from statistics import median
 from time import perf_counter
@@ -90,7 +91,13 @@ def main(argv=None):
     args, world = start(parser(), argv)
     with world.agreed():
         _refuse(args)
-    keeper = Keeper(args.checkpoint, world, args.keep or KEEP, make=False) if args.resume else None
+    with ExitStack() as held:  # the folder of checkpoints: another job may have it when this one ends, however it does
+        _run(args, world, argv, held)
+
+
+def _run(args, world, argv, held):
+    """From the flags to the summary."""
+    keeper = _keeper(args, world, held, make=False) if args.resume else None
     manifest = find(args.checkpoint, world) if args.resume else None
     with world.agreed():
         check_log(args.log if world.rank == 0 else None)
@@ -108,7 +115,7 @@ def main(argv=None):
             resume.init_from(zero, args.init_from)
     batches = Batches(text, world.rank, world.size, args.micro_batch, last_only=args.model == "mlp")
     if args.checkpoint and not keeper:
-        keeper = _fresh(args, world)
+        keeper = _fresh(args, world, held)
     with world.agreed():
         log = RunLog(args.log, zero, args, argv)
     _say(world, opening(zero, args, text))
@@ -193,9 +200,13 @@ def _steps(zero, batches, args, log, saving):
     return seconds
 
 
-def _fresh(args, world):
+def _keeper(args, world, held, make):
+    return held.enter_context(closing(Keeper(args.checkpoint, world, args.keep or KEEP, make)))
+
+
+def _fresh(args, world, held):
     """The folder of a run that starts anew: it must not hold another run's checkpoints."""
-    keeper = Keeper(args.checkpoint, world, args.keep or KEEP)
+    keeper = _keeper(args, world, held, make=True)
     newest = keeper.newest()
     if newest:
         raise UsageError(f"--checkpoint: {newest} is there already; --resume goes on from it, or name another folder")

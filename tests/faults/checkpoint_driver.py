@@ -34,10 +34,12 @@ if World(device="cpu").rank == victim:
 
 flags = sys.argv[4:]
 if fault == "all":
+    errors = []  # they are kept, and with them all that was alive where they arose: nothing may hold the folder by that
     for end in flags[3:]:
         try:
             train.main([*flags[:3], *end.split()])
         except UsageError as error:
+            errors.append(error)
             if World(device="cpu").rank == 0:
                 print(error, flush=True)
 else:

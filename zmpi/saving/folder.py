@@ -63,11 +63,11 @@ class Folder:
         except ValueError as error:
             self._lock.close()
             raise ValueError(f"{path}: in use by another job ({str(error).rpartition(': ')[2]})") from None
-        with named(path):
-            self._clean()
-        complete = self.complete()
-        if complete and (not (self.path / LATEST).exists() or newest(self.path) != complete[-1]):
-            self._mark(complete[-1])
+        try:
+            self._repair()
+        except ValueError:
+            self._lock.close()
+            raise
 
     def complete(self):
         """Folders of the complete checkpoints, in the order in which they were saved."""
@@ -129,9 +129,13 @@ class Folder:
                 path.rename(leaving)
                 shutil.rmtree(leaving)
 
-    def _clean(self):
-        """Remove what killed jobs left."""
-        for path in self.path.iterdir():
-            if path.name.startswith((SAVING, REMOVING)):
-                shutil.rmtree(path)
-        (self.path / MARKING).unlink(missing_ok=True)
+    def _repair(self):
+        """Remove what killed jobs left of checkpoints, and mark the newest one that is complete."""
+        with named(self.path):
+            for path in self.path.iterdir():
+                if path.name.startswith((SAVING, REMOVING)):
+                    shutil.rmtree(path)
+            (self.path / MARKING).unlink(missing_ok=True)
+        complete = self.complete()
+        if complete and (not (self.path / LATEST).exists() or newest(self.path) != complete[-1]):
+            self._mark(complete[-1])
