@@ -11,15 +11,16 @@ FLOORS = {
     0: """stages layout schedule precision kernels memory sums transport coding sampling
           manners.launch manners.hooks manners.table saving.blocks cost.counted""",
     1: "device ledger optim manners.guard manners.machine saving.manifest saving.pretrained cost.paper cost.bench_table",
-    2: "comm manners.options saving.folder cost.pictures",
-    3: "unit manners.model_flags cost.page",
-    4: "checkpoint",
-    5: "engine",
-    6: "data trial manners.report manners.start saving.resume cost.watch",
-    7: "trace cost.probes cost.dryrun",
-    8: "cost.estimate",
-    9: "cost.measure",
-    10: "train verify export generate bench plan doctor",
+    2: "manners.agree",
+    3: "comm manners.options saving.folder cost.pictures",
+    4: "unit manners.model_flags cost.page",
+    5: "checkpoint",
+    6: "engine",
+    7: "data trial manners.report manners.start saving.resume cost.watch",
+    8: "trace cost.probes cost.dryrun",
+    9: "cost.estimate",
+    10: "cost.measure",
+    11: "train verify export generate bench plan doctor",
 }
 FLOOR = {f"zmpi.{module}": floor for floor, modules in FLOORS.items() for module in modules.split()}
 CORE = ("stages", "layout", "schedule", "unit", "engine")

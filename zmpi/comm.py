@@ -10,7 +10,6 @@ comes near 2^31, however large the unit is.
 import ctypes
 import os
 import sys
-from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from math import inf
@@ -20,7 +19,8 @@ import numpy as np
 
 from zmpi.device import choose_device
 from zmpi.layout import chunks
-from zmpi.manners.guard import UsageError, arm
+from zmpi.manners.agree import agreed
+from zmpi.manners.guard import arm
 from zmpi.manners.launch import lonely_launch, set_threads
 from zmpi.sums import add_in_order
 from zmpi.transport import Paced, check_vector, choose_transport, cuda_awareness, ways
@@ -117,19 +117,9 @@ class World:
         with self.guard.waiting(name):
             return self.mpi.allgather(thing)
 
-    @contextmanager
     def agreed(self):
-        """What goes wrong inside on any rank is one error on all ranks: ValueError and OSError become UsageError."""
-        problem = None
-        try:
-            yield
-        except (ValueError, OSError) as error:
-            problem = str(error)
-        problems = self.share(problem)
-        found = [(rank, text) for rank, text in enumerate(problems) if text is not None]
-        if found:
-            rank, text = found[0]
-            raise UsageError(text if len(found) == self.size else f"{text} (on rank {rank})")
+        """What goes wrong in the `with` block on any rank is one error on all (see agree.py). Collective."""
+        return agreed(self)
 
 
 class Communicator:
@@ -203,7 +193,7 @@ class Communicator:
         """Allocate the message buffer of reductions, once: for one chunk of the largest unit, never more."""
         needed = []
         for layout in layouts:
-            elements = self._cuts(layout, np.dtype(dtype).itemsize)[0][1]
+            elements = min(layout.shard_length, self._longest_cut(layout, np.dtype(dtype).itemsize))
             packed = self.shards if elements < layout.shard_length else 0  # `mpi` packs only what it has to cut
             needed.append(elements * (self.shards if self.ordered else 1 + packed))
         self._message = self.ledger.track("message", self.xp.empty(max(needed), dtype))
@@ -247,9 +237,13 @@ class Communicator:
         return chunks(layout.shard_length, self._chunk_elements(itemsize))
 
     def _cuts(self, layout, itemsize):
-        """The same for reductions: MPI sums a whole shard where a chunk holds it; small pieces stay in cache."""
+        """The same for reductions."""
+        return chunks(layout.shard_length, self._longest_cut(layout, itemsize))
+
+    def _longest_cut(self, layout, itemsize):
+        """MPI sums a whole shard where a chunk holds it; small pieces stay in cache."""
         limit, length = self._chunk_elements(itemsize), layout.shard_length
-        return chunks(length, length if length <= limit and not self.ordered else max(1, limit // CUT))
+        return length if length <= limit and not self.ordered else max(1, limit // CUT)
 
     def _row(self, elements, extent, kind):
         """A datatype of `elements` contiguous elements, the next one of which lies `extent` elements further on."""

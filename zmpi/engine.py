@@ -17,11 +17,13 @@ from zmpi import checkpoint
 from zmpi.comm import Communicator
 from zmpi.layout import Layout
 from zmpi.ledger import Ledger
+from zmpi.manners.agree import same_on_all_ranks
 from zmpi.manners.guard import Agreed, UsageError
 from zmpi.optim import AdamW
 from zmpi.precision import Policy
 from zmpi.schedule import evaluation_schedule, training_schedule
 from zmpi.stages import STAGES
+from zmpi.sums import add_up
 from zmpi.unit import Rules, Unit
 
 
@@ -71,12 +73,15 @@ class ZeRO:
         names = [unit_of(layer) for layer in model.layers]
         self.schedule = self.make_schedule(model.layers, names)
         self.evaluation = evaluation_schedule(model.layers, names)
+        asked = {"stage": stage, "seed": seed, "policy": self.policy, "optimizer": self.optimizer, "reduction": reduction}
+        same_on_all_ranks(world, {**asked, "model": units(model)})
         recipe, split = world.device.recipe(self.policy.recipe), (self.comm.shards, world.device.align)
         rules = Rules(self.stage, recipe, self.comm, self.ledger, world.device, self.optimizer.moments)
         layouts = [self.make_layout(name, spec.prefix, spec.shapes, *split) for name, spec in units(model).items()]
-        self.comm.reserve(layouts, self.policy.recipe.gradient)
-        self.units = {layout.name: self.make_unit(layout, rules) for layout in layouts}
-        self._initialise()
+        with world.agreed():  # that there is memory
+            self.comm.reserve(layouts, self.policy.recipe.gradient)
+            self.units = {layout.name: self.make_unit(layout, rules) for layout in layouts}
+            self._initialise()
 
     # -- the step -------------------------------------------------------------------------------------------------
 
@@ -86,6 +91,8 @@ class ZeRO:
         The loss is that before the update, over all counted targets (those >= 0) of all ranks.
         """
         self.ledger.begin_step()
+        for unit in self.units.values():
+            unit.drop()
         counted = self._open(micro_batches)
         losses = []
         for m, (x, targets) in enumerate(self.world.device.batches(micro_batches)):
@@ -110,10 +117,9 @@ class ZeRO:
     def evaluate(self, micro_batches):
         """The mean loss over the counted targets of all ranks' micro-batches; gathers and frees as training does."""
         with self.ledger.as_other():
-            counted = self._open(micro_batches)
-            losses = []
-            for x, targets in self.world.device.batches(micro_batches):
-                losses.append(self.model.loss(self.forward(x), targets, counted)[0])
+            counted = self._open(micro_batches, training=False)
+            batches = self.world.device.batches(micro_batches)
+            losses = [self.model.loss(self.forward(x), targets, counted)[0] for x, targets in batches]
             return add_up(self.comm.gather_scalars(losses).T.ravel()) / counted
 
     def forward(self, x, apply=lambda layer, w, x: layer.forward(w, x)[0]):
@@ -126,18 +132,19 @@ class ZeRO:
                 self.units[visit.unit].free()
         return x
 
-    def _open(self, micro_batches):
+    def _open(self, micro_batches, training=True):
         """Agree on the step: every rank brings as many micro-batches. Returns the counted targets of all ranks."""
+        number = len(micro_batches) * all(len(targets) for _, targets in micro_batches)  # 0 if one is empty
         mine = sum(int(np.count_nonzero(targets >= 0)) for _, targets in micro_batches)
         too_large = int(sum(unit.too_large for unit in self.units.values()))
-        everyone = self.comm.gather_scalars([len(micro_batches), mine, too_large, self.world.guard.stop_requested])
+        everyone = self.comm.gather_scalars([number, mine, too_large, training * self.world.guard.stop_requested])
         numbers, counted = everyone[:, 0], int(sum(everyone[:, 1]))
         if everyone[:, 3].any():
             raise checkpoint.Stopped(int(everyone[:, 3].max()))
         if everyone[:, 2].any():
             raise Agreed(f"step {self.step}: {int(sum(everyone[:, 2]))} weights became too large for {self.policy.precision}")
         if numbers.min() != numbers.max() or not numbers[0]:
-            raise UsageError(f"micro-batches: every rank needs the same number, at least 1; got {numbers.astype(int).tolist()}")
+            raise UsageError(f"micro-batches: every rank needs the same number, none empty; got {numbers.astype(int).tolist()}")
         if not counted:
             raise UsageError("targets: none is counted (all are below 0) on any rank")
         return counted
@@ -225,11 +232,3 @@ class ZeRO:
             parameters.clear()
             for unit in self.units.values():
                 unit.free()
-
-
-def add_up(values):
-    """The sum of numbers as a float, from left to right: NumPy and Python's sum() have orders of their own."""
-    total = 0.0
-    for value in values:
-        total += float(value)
-    return total

@@ -25,6 +25,14 @@ def add_in_order(rows, out, fresh):
                 np.copyto(part, total, casting="same_kind")
 
 
+def add_up(values):
+    """The sum of numbers as a float, from left to right: NumPy and Python's sum() have orders of their own."""
+    total = 0.0
+    for value in values:
+        total += float(value)
+    return total
+
+
 def round_to(narrow, wide):
     """Assign `wide` to `narrow`, rounded to its type."""
     with np.errstate(over="ignore"):  # an overflow is no accident here: it is counted, or found in the norm

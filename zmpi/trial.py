@@ -6,10 +6,11 @@ import numpy as np
 
 from models import GPT, MLP, plain_step, plain_weights
 from zmpi.comm import World
-from zmpi.engine import ZeRO, add_up
+from zmpi.engine import ZeRO
 from zmpi.layout import PIECES, Layout
 from zmpi.optim import AdamW, Slice, sum_of_squares
 from zmpi.precision import Policy
+from zmpi.sums import add_up
 
 STEPS = 3
 SEED = 7

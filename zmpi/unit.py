@@ -52,9 +52,8 @@ class Unit:
         self.gradients = self._own("gradients", stage.gradients, recipe.gradient)
         self.moments = {name: self._own("optimizer", stage.optimizer, recipe.master) for name in rules.moments}
         self.master = None if recipe.own_master else self._own("optimizer", stage.optimizer, recipe.master)
-        self.full = self.widened = self.partial = self.sum = None
+        self.full = self.widened = self.partial = self.sum = self._gather = None  # _gather: the one under way
         self.too_large = 0  # weights of the last update that are finite in the master and infinite in 16 bits
-        self._gather = None  # the gather under way
 
     # -- gather and free ------------------------------------------------------------------------------------------
 
@@ -80,6 +79,12 @@ class Unit:
     def free(self):
         """Drop the full vector; what is owned stays."""
         self.full = self.widened = None
+
+    def drop(self):
+        """Drop all that is not owned: what a step that ended by an exception has left."""
+        if self._gather:
+            self._gather.wait()
+        self.full = self.widened = self.partial = self.sum = self._gather = None
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -157,6 +162,7 @@ class Unit:
 
     def restore(self):
         """Make all else from the shards, whose values have just been assigned on every rank."""
+        self.drop()
         if not self.rules.stage.optimizer:
             for whole in (self._master, *self.moments.values()):
                 self.rules.comm.all_gather(self.layout, self._mine(whole), whole).wait()

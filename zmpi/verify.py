@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zmpi.engine import add_up
 from zmpi.layout import PIECES
 from zmpi.ledger import Ledger
 from zmpi.manners.options import Parser
 from zmpi.manners.start import engine_of, start, world_flags
 from zmpi.optim import SGD
 from zmpi.stages import STAGES, elements_moved, state_bytes
+from zmpi.sums import add_up
 from zmpi.trial import Trial, plain_run
 
 # Bytes that NumPy (or CuPy, in blocks of 512) may hold after a step beside what is named: a third of the large GPT's

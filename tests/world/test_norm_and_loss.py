@@ -130,7 +130,7 @@ def test_a_step_without_any_counted_target_is_one_error_on_all_ranks(comm):
 @pytest.mark.sizes(2, 3, 4, 6)
 def test_unequal_numbers_of_micro_batches_are_one_error_on_all_ranks(comm):
     zero = ZeRO(gpt(), world_of("auto"), 3)
-    with pytest.raises(UsageError, match=r"micro-batches: every rank needs the same number, at least 1; got \[2, 1"):
+    with pytest.raises(UsageError, match=r"micro-batches: every rank needs the same number, none empty; got \[2, 1"):
         zero.train_step(share(zero.model, 1, zero.world, 2 if comm.rank == 0 else 1))
     with pytest.raises(UsageError, match="got \\[0"):
         zero.train_step([])

@@ -74,15 +74,16 @@ class TwiceZeRO(ZeRO):
 class UndividedZeRO(ZeRO):
     """Divides by this rank's share of the targets, on the average, instead of all ranks' targets."""
 
-    def _open(self, micro_batches):
-        return super()._open(micro_batches) / max(2, self.world.size)
+    def _open(self, micro_batches, training=True):
+        return super()._open(micro_batches, training) / max(2, self.world.size)
 
 
 class OtherSeedZeRO(ZeRO):
     """The last rank starts from other weights."""
 
-    def __init__(self, model, world, stage, optimizer, seed, policy):
-        super().__init__(model, world, stage, optimizer, seed + (world.rank and world.rank == world.size - 1), policy)
+    def _initialise(self):
+        self.seed += self.world.rank and self.world.rank == self.world.size - 1
+        super()._initialise()
 
 
 class KeptZeRO(ZeRO):

@@ -32,6 +32,9 @@ class CountedWorld(World):
     def agreed(self):
         return nullcontext()
 
+    def share(self, thing, name="agreement"):
+        return [thing]
+
 
 class CountedCommunicator(Communicator):
     """Books what would be sent, and sends nothing."""
