@@ -11,8 +11,8 @@ from zmpi.cost.measure import Trial, measure_stage
 from zmpi.data import Batches, load_text
 from zmpi.manners.guard import UsageError
 from zmpi.manners.machine import machine
-from zmpi.manners.model_flags import build_model, model_flags
-from zmpi.manners.options import Parser, named_as_flags, real, whole
+from zmpi.manners.model_flags import SEEDS, build_model, model_flags, refuse_beyond_memory
+from zmpi.manners.options import Parser, check_files, file_name, named_as_flags, real, whole
 from zmpi.manners.start import start, world_flags
 from zmpi.optim import AdamW
 from zmpi.precision import RECIPES, Policy
@@ -26,20 +26,20 @@ def parser():
     flags = Parser(COMMAND, __doc__)
     model_flags(flags.add_argument_group("model and data"))
     add = flags.add_argument_group("what is run").add_argument
-    add("--data", default="builtin", help="builtin, a text file (bytes are the tokens), or a .bin file of uint16 tokens")
+    add("--data", type=file_name, default="builtin", help="builtin, a text file (tokens are bytes), or a .bin file (uint16)")
     add("--stages", default="0,1,2,3", help="ZeRO stages, with commas between")
     add("--precision", choices=[name for name in RECIPES if name != "float64"], default="float32", help="number types")
     add("--micro-batch", type=whole(1), default=8, help="sequences per rank and micro-batch")
     add("--accumulate", type=whole(1), default=1, help="micro-batches per step and rank")
     add("--warm-up", type=whole(1), default=2, help="steps before the clock starts")
     add("--steps", type=whole(5), default=7, help="timed steps, the median of which counts")
-    add("--seed", type=whole(0), default=0, help="seed of weights and data")
+    add("--seed", type=whole(0, SEEDS), default=0, help="seed of weights and data")
     add("--sweep", choices=("ranks", "batch", "width"), help="repeat it over one axis (default: no sweep)")
     _how(flags.add_argument_group("how it is run"))
     add = flags.add_argument_group("what comes out").add_argument
     add("--flops", type=real(0, above=True), help="FLOPs per second that a rank could reach, for utilisation (default: none)")
-    add("--json", metavar="FILE", help="all figures (default: none)")
-    add("--report", metavar="DIR", help="pictures, and one HTML page with them and the tables (default: none)")
+    add("--json", type=file_name, metavar="FILE", help="all figures (default: none)")
+    add("--report", type=file_name, metavar="DIR", help="pictures, and one HTML page with them and the tables (default: none)")
     return flags
 
 
@@ -58,8 +58,9 @@ def main(argv=None):
         stages = _stages(args.stages)
         points = _points(args, world)
         for point in points:
-            _trial(args, world, point)
-        _check_outputs(args)
+            refuse_beyond_memory(args, _trial(args, world, point).build(), world, min(stages))
+        if world.rank == 0:
+            _check_outputs(args)
     reports = []
     for point in points:
         report = _bench(args, world, stages, point)
@@ -156,14 +157,16 @@ def _first_ranks(world, ranks):
 
 def _check_outputs(args):
     """Raises ValueError, before anything is run, where a file could not be written."""
-    for flag, path in (("--json", args.json), ("--report", args.report)):
-        if path and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"{flag}: expected a place in a folder that exists, got {path}")
-    if args.json and Path(args.json).is_dir():
-        raise ValueError(f"--json: expected a file, got {args.json} (a directory)")
+    data = None if args.data == "builtin" else args.data
+    check_files({"--json": args.json}, {"--data": data, "--report": args.report})
     if args.report:
-        if Path(args.report).is_file():
-            raise ValueError(f"--report: expected a directory, got {args.report} (a file)")
+        folder = Path(args.report)
+        if folder.is_file() or not folder.absolute().parent.is_dir():
+            fault = "a file" if folder.is_file() else f"its folder {folder.parent} is missing"
+            raise ValueError(f"--report: expected a directory, got {folder} ({fault})")
+        if not folder.exists():
+            folder.mkdir()
+            folder.rmdir()
         try:
             import matplotlib  # noqa: F401
         except ImportError:

@@ -67,7 +67,7 @@ class Keeper:
     def save(self, zero, run=None):
         """Save the engine's state; returns Saved. `run` is what a command adds to the manifest.
 
-        The state is only read. A save that fails leaves the folder as it was.
+        The state is only read. A save that fails leaves the folder's newest checkpoint as it was.
         """
         began, temporary = perf_counter(), None
         try:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 
-from zmpi.manners.options import Parser, alone
+from zmpi.manners.options import Parser, alone, file_name
 from zmpi.saving import pretrained
 from zmpi.saving.blocks import Room
 from zmpi.saving.folder import newest
@@ -20,8 +20,9 @@ COMMAND = "zmpi.export"
 def parser():
     """All flags. The names are a contract."""
     flags = Parser(COMMAND, __doc__)
-    flags.add_argument("--checkpoint", metavar="DIR", required=True, help="folder of checkpoints (the newest is taken), or one")
-    flags.add_argument("--to", metavar="DIR", required=True, help="folder to write, made if it is missing")
+    add = flags.add_argument
+    add("--checkpoint", type=file_name, metavar="DIR", required=True, help="folder of checkpoints (takes the newest), or one")
+    add("--to", type=file_name, metavar="DIR", required=True, help="folder to write, made in one that is there")
     return flags
 
 

@@ -8,7 +8,8 @@ from models import GPT, MLP
 from zmpi.checkpoint import find, load_weights
 from zmpi.coding import Bytes, Ids, Voice, Words
 from zmpi.engine import ZeRO
-from zmpi.manners.options import Parser, real, whole
+from zmpi.manners.model_flags import SEEDS
+from zmpi.manners.options import Parser, file_name, real, whole
 from zmpi.manners.start import start, world_flags
 from zmpi.optim import SGD
 from zmpi.precision import Policy
@@ -21,14 +22,15 @@ def parser():
     """All flags. The names are a contract."""
     flags = Parser(COMMAND, __doc__)
     add = flags.add_argument
-    add("--checkpoint", metavar="DIR", required=True, help="folder of checkpoints (the newest is taken), or one")
+    add("--checkpoint", type=file_name, metavar="DIR", required=True, help="folder of checkpoints (takes the newest), or one")
     add("--prompt", metavar="TEXT", help="text to go on from (default: none; one of the two prompts is needed)")
     add("--prompt-ids", metavar="N,N,...", type=_ids, help="tokens to go on from; tokens are printed (default: none)")
-    add("--tokenizer", metavar="FILE", help="tokenizer.json that makes tokens of text (default: bytes, for byte models only)")
+    tokenizer = "tokenizer.json that makes tokens of text (default: bytes, for byte models only)"
+    add("--tokenizer", type=file_name, metavar="FILE", help=tokenizer)
     add("--tokens", type=whole(1), default=100, help="tokens to generate")
     add("--temperature", type=real(0), default=0.0, help="0: always the likeliest token; 1: as the model predicts")
     add("--top-k", type=whole(0), default=0, help="draw from the k likeliest tokens only (0: from all)")
-    add("--seed", type=whole(0), default=0, help="seed of the draws")
+    add("--seed", type=whole(0, SEEDS), default=0, help="seed of the draws")
     world_flags(flags)
     return flags
 
@@ -56,6 +58,8 @@ def main(argv=None):
 def _coding(args, manifest):
     """How the prompt becomes tokens, and tokens become text."""
     if args.prompt_ids is not None:
+        if args.tokenizer:
+            raise ValueError("--tokenizer: --prompt-ids are tokens already; give one of the two")
         return Ids()
     if args.tokenizer:
         return Words(args.tokenizer)

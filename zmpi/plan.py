@@ -7,7 +7,7 @@ from zmpi.cost.estimate import HIGHEST, Setting, Speed, largest, ranks_that_pay,
 from zmpi.cost.paper import both_tables, largest_model
 from zmpi.manners.guard import UsageError
 from zmpi.manners.model_flags import build_model, model_flags
-from zmpi.manners.options import Parser, alone, named_as_flags, real, whole
+from zmpi.manners.options import Parser, alone, file_name, named_as_flags, real, whole
 from zmpi.manners.table import in_bytes, seconds, short, table, unit_for
 from zmpi.precision import RECIPES, Policy
 from zmpi.stages import STAGES, elements_moved, state_bytes
@@ -34,7 +34,7 @@ def parser():
     add("--memory", type=real(0, above=True), help="bytes per rank: what is the largest that fits? (default: not asked)")
     add("--bandwidth", type=real(0, above=True), help="bytes per second that a rank sends (default: no times)")
     add("--flops", type=real(0, above=True), help="FLOPs per second of a rank (default: no times)")
-    add("--calibrate", metavar="FILE", help="take both from the JSON of a bench (default: no times)")
+    add("--calibrate", type=file_name, metavar="FILE", help="take both from the JSON of a bench (default: no times)")
     add("--dry-run", action="store_true", help="show the walk too: calls, elements and bytes per collective, and the peak")
     add("--paper", action="store_true", help="print Tables 1 and 2 of the paper beside zmpi's figures")
     add("--json", action="store_true", help="print JSON, in bytes")
@@ -50,14 +50,27 @@ def main(argv=None):
 
 def answer(args):
     """What the command prints, without the last line's end."""
+    defaults = parser().parse_args([])
+    given = [name for name, value in vars(args).items() if value != getattr(defaults, name)]
     if args.paper:
+        _only(given, ("paper",), "stands beside no other flag, got --paper")
         return both_tables()
     if args.ranks is None:
         raise UsageError("--ranks: expected a number of ranks, got none")
     if (args.params is None) == (args.layers is None):
         given = "neither" if args.params is None else "both"
         raise UsageError(f"--params: expected either it or a model (--layers ...), got {given}")
-    return _of_formula(args) if args.layers is None else _of_model(args)
+    if args.layers is not None:
+        return _of_model(args)
+    _only(given, ("params", "ranks", "precision", "memory", "json"), "needs a model (--layers ...), got --params alone")
+    return _of_formula(args)
+
+
+def _only(given, allowed, fault):
+    """Raise UsageError for the first flag that would be ignored."""
+    for name in given:
+        if name not in allowed:
+            raise UsageError(f"--{name.replace('_', '-')}: {fault}")
 
 
 # ---- a number of parameters ------------------------------------------------------------------------------------------
@@ -65,9 +78,6 @@ def answer(args):
 
 def _of_formula(args):
     """State per rank at each stage (paper, sections 3.1 and 5.1-5.3)."""
-    for name in ("bandwidth", "flops", "calibrate", "dry_run"):
-        if getattr(args, name):
-            raise UsageError(f"--{name.replace('_', '-')}: needs a model (--layers ...), got --params alone")
     recipe = RECIPES[args.precision]
     parameters = int(args.params) if args.params == int(args.params) else args.params
     rows = []

@@ -112,5 +112,5 @@ class LossScaler:
         self.good_steps = 0 if overflow else self.good_steps + 1
         if overflow:
             self.scale = max(1.0, self.scale / 2)
-        elif self.good_steps == self.window:
+        elif self.good_steps >= self.window:  # more than that after a load into a shorter window
             self.scale, self.good_steps = min(self.HIGHEST, self.scale * 2), 0

@@ -30,10 +30,11 @@ def draw(logits_V, args, position):
     """A token from its logits: the likeliest at temperature 0; else drawn, as a function of (seed, position) alone."""
     if not args.temperature:
         return int(np.argmax(logits_V))
-    scaled_V = logits_V.astype(np.float64) / args.temperature
+    with np.errstate(over="ignore"):  # far below the likeliest, at a temperature near 0: minus infinity is right
+        scaled_V = (logits_V - logits_V.max()).astype(np.float64) / args.temperature
     if args.top_k and args.top_k < len(scaled_V):
         scaled_V[scaled_V < np.partition(scaled_V, -args.top_k)[-args.top_k]] = -np.inf
-    share_V = np.cumsum(np.exp(scaled_V - scaled_V.max()))
+    share_V = np.cumsum(np.exp(scaled_V))
     number = np.random.Generator(np.random.Philox(key=args.seed, counter=[position, 0, 0, 0])).random()
     return int(np.searchsorted(share_V, number * share_V[-1], side="right"))
 

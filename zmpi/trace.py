@@ -67,13 +67,10 @@ class Trace(Watch):
         return self.steps[-1][0]["step"] if self.steps else 0
 
 
-def check_path(path):
-    """Raises ValueError where a trace cannot be written there."""
-    path = Path(path)
-    if path.suffix not in (".json", ".txt"):
+def check_kind(path):
+    """Raises ValueError for a trace's file of another kind than there is."""
+    if Path(path).suffix not in (".json", ".txt"):
         raise ValueError(f"--trace: expected a file that ends in .json or .txt, got {path}")
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"--trace: expected a file, got {path} (its folder is missing, or it is one itself)")
 
 
 def write_trace(path, zero):
@@ -102,27 +99,21 @@ def aligned(world, events):
 
 def _clock_offset(world):
     """How many seconds this rank's clock is ahead of rank 0's."""
-    offset = 0.0
-    for rank in range(1, world.size):
-        if world.rank not in (0, rank):
-            continue
-        rounds = []
-        for _ in range(ROUNDS):
-            with world.guard.waiting("the clocks"):
-                if world.rank == 0:
-                    sent = perf_counter()
-                    theirs = world.mpi.sendrecv(None, dest=rank, source=rank)
-                    back = perf_counter()
-                    rounds.append((back - sent, theirs - (sent + back) / 2))
-                else:
-                    world.mpi.recv(source=0)
-                    world.mpi.send(perf_counter(), dest=0)
-        with world.guard.waiting("the clocks"):
-            if world.rank == 0:
-                world.mpi.send(min(rounds)[1], dest=rank)
-            else:
-                offset = world.mpi.recv(source=0)
-    return offset
+    with world.guard.waiting("the clocks"):  # one wait for all messages: ranks are compared by the number of their waits
+        if world.rank:
+            for _ in range(ROUNDS):
+                world.mpi.recv(source=0)
+                world.mpi.send(perf_counter(), dest=0)
+            return world.mpi.recv(source=0)
+        for rank in range(1, world.size):
+            rounds = []
+            for _ in range(ROUNDS):
+                sent = perf_counter()
+                theirs = world.mpi.sendrecv(None, dest=rank, source=rank)
+                back = perf_counter()
+                rounds.append((back - sent, theirs - (sent + back) / 2))
+            world.mpi.send(min(rounds)[1], dest=rank)
+    return 0.0
 
 
 def as_chrome(lanes):

@@ -12,18 +12,19 @@ from zmpi.checkpoint import Keeper, Stopped, find, load
 from zmpi.cost.watch import watched
 from zmpi.data import Batches, load_text
 from zmpi.manners.guard import UsageError
-from zmpi.manners.model_flags import build_model, model_flags
-from zmpi.manners.options import Parser, auto_or_real, named_as_flags, real, whole
-from zmpi.manners.report import RunLog, check_log, opening, summary
+from zmpi.manners.model_flags import SEEDS, build_model, model_flags, refuse_beyond_memory
+from zmpi.manners.options import Parser, auto_or_real, check_files, file_name, named_as_flags, real, whole
+from zmpi.manners.report import RunLog, opening, summary
 from zmpi.manners.start import engine_of, start, world_flags
 from zmpi.optim import SGD, AdamW
 from zmpi.precision import RECIPES, Policy
 from zmpi.saving import resume
-from zmpi.trace import Trace, check_path, write_trace
+from zmpi.trace import Trace, check_kind, write_trace
 
 COMMAND = "zmpi.train"
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
 KEEP = 3  # checkpoints
+WINDOW = 2000  # good steps before the loss scale doubles
 
 
 def parser():
@@ -39,11 +40,11 @@ def parser():
 
 def _training_flags(group):
     add = group.add_argument
-    add("--data", default="builtin", help="builtin, a text file (bytes are the tokens), or a .bin file of uint16 tokens")
+    add("--data", type=file_name, default="builtin", help="builtin, a text file (tokens are bytes), or a .bin file (uint16)")
     add("--micro-batch", type=whole(1), default=8, help="sequences per rank and micro-batch")
     add("--accumulate", type=whole(1), default=1, help="micro-batches per step and rank")
     add("--steps", type=whole(1), default=200, help="steps in total")
-    add("--seed", type=whole(0), default=0, help="seed of weights and data")
+    add("--seed", type=whole(0, SEEDS), default=0, help="seed of weights and data")
     add("--eval-every", type=whole(0), default=0, help="steps between evaluations (0: at the end only)")
 
 
@@ -67,9 +68,9 @@ def _run_flags(group):
     add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage: what is sharded")
     add("--precision", choices=[name for name in RECIPES if name != "float64"], default="float32", help="number types")
     add("--loss-scale", type=auto_or_real(1), default="auto", help="auto, or a fixed number (float16 only)")
-    add("--loss-scale-window", type=whole(1), default=2000, help="good steps before the loss scale doubles (float16 only)")
+    add("--loss-scale-window", type=whole(1), default=WINDOW, help="good steps before the loss scale doubles (float16 only)")
     add("--reduction", choices=("auto", "mpi", "ordered"), default="auto", help="who sums gradients: MPI, or the owner")
-    add("--comm", metavar="FILE:CLASS", help="a Communicator or ZeRO of your own (default: zmpi's)")
+    add("--comm", type=file_name, metavar="FILE:CLASS", help="a Communicator or ZeRO of your own (default: zmpi, its own)")
     add("--prefetch", type=int, choices=(0, 1), default=1, help="gathers started before they are needed")
     add("--recompute", action="store_true", help="keep layer inputs only, and run each forward again")
     world_flags(group)
@@ -77,13 +78,14 @@ def _run_flags(group):
 
 def _output_flags(group):
     add = group.add_argument
-    add("--log", metavar="FILE", help="one JSON object per step (default: no log)")
-    add("--checkpoint", metavar="DIR", help="folder of checkpoints, one job at a time (default: none)")
+    add("--log", type=file_name, metavar="FILE", help="one JSON object per step (default: no log)")
+    add("--checkpoint", type=file_name, metavar="DIR", help="folder of checkpoints, one job at a time (default: none)")
     add("--save-every", type=whole(1), help="steps between checkpoints (default: at the end only)")
     add("--keep", type=whole(1), help="checkpoints that are kept (default: 3)")
-    add("--resume", action="store_true", help="go on from the newest complete checkpoint; flags not given come from it")
-    add("--init-from", metavar="DIR", help="folder with a published GPT-2 to start from (default: fresh weights)")
-    add("--trace", metavar="FILE", help="timeline of the last 100 steps (.json, for Perfetto) or of one (.txt) (default: none)")
+    add("--resume", action="store_true", help="go on from the newest complete checkpoint, with its training flags")
+    add("--init-from", type=file_name, metavar="DIR", help="published GPT-2 to start from (default: fresh weights)")
+    trace = "timeline of the last 100 steps (.json, for Perfetto) or of one (.txt) (default: none)"
+    add("--trace", type=file_name, metavar="FILE", help=trace)
 
 
 def main(argv=None):
@@ -100,10 +102,11 @@ def _run(args, world, argv, held):
     keeper = _keeper(args, world, held, make=False) if args.resume else None
     manifest = find(args.checkpoint, world) if args.resume else None
     with world.agreed():
-        check_log(args.log if world.rank == 0 else None)
         if args.trace:
-            check_path(args.trace)
+            check_kind(args.trace)
         _take_settings(args, world, argv, manifest)
+        if world.rank == 0:
+            _check_files(args)
         text = load_text(args.data, args.context, args.vocab, world.rank, world.size)
         if manifest:
             resume.same_text(text, args, manifest)
@@ -137,7 +140,10 @@ def _take_settings(args, world, argv, manifest):
 def _engine(args, world):
     """The engine of the flags, with fresh weights."""
     with world.agreed():
+        if args.precision != "float16" and args.loss_scale_window != WINDOW:
+            raise ValueError(f"--loss-scale-window: applies to --precision float16 only, not to {args.precision}")
         engine, model, optimizer = engine_of(args.comm), build_model(args), _optimizer(args)
+        refuse_beyond_memory(args, model, world, args.stage)
         with named_as_flags():
             policy = Policy(args.precision, args.prefetch, args.recompute, args.loss_scale, args.loss_scale_window)
     engine = watched(engine, Trace) if args.trace else engine
@@ -219,8 +225,17 @@ def _say(world, text):
         sys.stdout.flush()
 
 
+def _check_files(args):
+    others = {"--data": None if args.data == "builtin" else args.data, "--checkpoint": args.checkpoint}
+    if args.comm and ":" in args.comm:
+        others["--comm"] = args.comm.rpartition(":")[0]
+    check_files({"--log": args.log, "--trace": args.trace}, others)
+
+
 def _refuse(args):
     """Flags that contradict each other: never quietly ignored."""
+    if args.schedule == "constant" and args.decay_steps is not None:
+        raise ValueError("--decay-steps: --schedule constant has none")
     for name in ("save_every", "keep", "resume"):
         if getattr(args, name) and not args.checkpoint:
             raise ValueError(f"--{name.replace('_', '-')}: needs --checkpoint DIR")

@@ -13,7 +13,7 @@ import numpy as np
 
 from zmpi.layout import PIECES
 from zmpi.ledger import Ledger
-from zmpi.manners.options import Parser
+from zmpi.manners.options import Parser, file_name
 from zmpi.manners.start import engine_of, start, world_flags
 from zmpi.optim import SGD
 from zmpi.stages import STAGES, elements_moved, state_bytes
@@ -224,7 +224,7 @@ def main(argv=None):
     add = flags.add_argument
     add("--precision", choices=("float32", "float16", "bfloat16"), default="float32", help="number types of the runs")
     world_flags(flags)
-    add("--comm", metavar="FILE:CLASS", help="a Communicator or ZeRO of your own (default: zmpi's)")
+    add("--comm", type=file_name, metavar="FILE:CLASS", help="a Communicator or ZeRO of your own (default: zmpi, its own)")
     args, world = start(flags, argv)
     with world.agreed():
         engine = engine_of(args.comm)

@@ -15,6 +15,7 @@ The module knows no MPI library: `zmpi/comm.py` hands it a communicator.
 import faulthandler
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -41,6 +42,11 @@ class UsageError(Agreed):
     """Something was asked for that cannot be done."""
 
     status = 2
+
+
+def one_line(text) -> str:
+    """A message as it is printed: where it has several lines they are joined."""
+    return " ".join(str(text).splitlines())
 
 
 _guard = None  # one per process, whose hooks it takes, however many Worlds that makes
@@ -161,14 +167,16 @@ class Guard:
         main = threading.current_thread() is threading.main_thread()
         if isinstance(error, Agreed) and main:
             if self.rank == 0:
-                say(f"{self.line_start}{self.program}: error: {error}\n")
+                say(f"{self.line_start}{self.program}: error: {one_line(error)}\n")
             self._hooks.status, self._why = error.status, f" ({error})"
             raise SystemExit(error.status)  # from an excepthook, Python exits with it
-        if self.size == 1:
+        if self.size == 1 and kind is KeyboardInterrupt and main and not hasattr(sys, "ps1"):
+            say(f"{self.line_start}{self.program}: rank 0: ended by SIGINT\n")
+        elif self.size == 1:
             self._hooks.report_as_before(kind, error, trace)
         elif main or kind is not SystemExit:  # which, in another thread, ends that thread only
             status = 128 + signal.SIGINT if kind is KeyboardInterrupt else 1
-            line = traceback.format_exception_only(kind, error)[-1].strip()
+            line = one_line(traceback.format_exception_only(kind, error)[-1].strip())
             self._end(status, f"rank {self.rank}: {line}", lambda: "".join(traceback.format_exception(kind, error, trace)))
 
     def _watch(self) -> None:

@@ -198,6 +198,15 @@ def launcher(environ) -> str:
     return next((name for variable, name in LAUNCHERS if variable in environ), "no launcher")
 
 
+def launched_rank(environ) -> int:
+    """This process's number among those that a launcher started, as its variables say; 0 without a launcher."""
+    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PALS_RANKID", "SLURM_PROCID"):
+        value = environ.get(name, "").strip()
+        if value.isdecimal():
+            return int(value)
+    return 0
+
+
 def lonely_launch(environ, size: int, library: str) -> str | None:
     """One line if MPI sees a world of one (`size`) although a launcher started more processes, else None (promise P6).
 

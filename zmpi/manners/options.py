@@ -1,12 +1,16 @@
 """Command lines that keep the contract: one line of error, no abbreviations, a default and a unit in every help text."""
 
 import argparse
+import os
 import sys
-from contextlib import contextmanager
-from math import isfinite
+from contextlib import contextmanager, suppress
+from math import inf, isfinite
 
 from zmpi import __version__
-from zmpi.manners.guard import UsageError
+from zmpi.manners.guard import UsageError, one_line
+from zmpi.manners.launch import launched_rank
+
+SIZES = 1 << 31  # no number of a model's or a batch's is as large
 
 
 class Told(Exception):
@@ -29,7 +33,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         unknown = message.partition("unrecognized arguments: ")[2]
-        raise UsageError(f"{unknown.split()[0]}: no such flag" if unknown else message.removeprefix("argument "))
+        first = unknown.split()[0] if unknown.strip() else repr(unknown)
+        raise UsageError(f"{first}: no such flag" if unknown else message.removeprefix("argument "))
 
     def _print_message(self, message, file=None):
         self._said += message
@@ -42,21 +47,32 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Shows a default for every flag that has one; switches are off by default and say so."""
 
     def _get_help_string(self, action):
+        if action.required:
+            return f"{action.help} (needed)"
         if action.default is argparse.SUPPRESS or "default:" in (action.help or ""):
             return action.help
+        if action.default is None:
+            return f"{action.help} (default: none)"
         if action.nargs == 0:
             return f"{action.help} (default: off)"
         return super()._get_help_string(action)
 
 
-def whole(lowest):
-    """An argparse type: a whole number of at least `lowest`."""
-    return _number(int, "whole number", lowest)
+def whole(lowest, below=SIZES):
+    """An argparse type: a whole number of at least `lowest`, and below a bound."""
+    return _number(int, "whole number", lowest, below=below)
 
 
 def real(lowest, above=False):
     """An argparse type: a finite number of at least (or above) `lowest`."""
     return _number(float, "finite number", lowest, above)
+
+
+def file_name(text):
+    """An argparse type: a path. That of a variable which the shell does not know is empty, and an error."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got ''")
+    return text
 
 
 def auto_or_real(lowest):
@@ -65,19 +81,59 @@ def auto_or_real(lowest):
     return lambda text: text if text == "auto" else convert(text)
 
 
-def _number(kind, name, lowest, above=False):
+def _number(kind, name, lowest, above=False, below=inf):
     bound = f"{name} {'above' if above else 'of at least'} {lowest}"
+    limit = f" and below {below}" if below < inf else ""
 
     def convert(text):
         try:
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"expected a {bound}, got {text!r}") from None
+        if value >= below:
+            raise argparse.ArgumentTypeError(f"expected a {bound}{limit}, got {text}")
         if not isfinite(value) or value < lowest or (above and value == lowest):
             raise argparse.ArgumentTypeError(f"expected a {bound}, got {text}")
         return value
 
     return convert
+
+
+def check_files(outputs, others):
+    """Raise ValueError where a file of {flag: path} cannot be written, or is what another flag names too.
+
+    Nothing is changed by looking. `others` are the paths of flags that are read, or that are folders; None: not given.
+    """
+    flags = {}
+    for flag, path in {**others, **outputs}.items():
+        if path is not None and (os.path.isfile(path) or os.path.isdir(path) or not os.path.exists(path)):
+            other = flags.setdefault(os.path.realpath(path), flag)
+            if other != flag:
+                raise ValueError(f"{flag}: {path} is what {other} names")
+    for flag, path in outputs.items():
+        if path is not None:
+            _check_file(flag, path)
+
+
+def _check_file(flag, path):
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.path.isdir(folder):
+        fault = "is a directory" if os.path.isdir(path) else f"its folder {folder} is missing"
+        raise ValueError(f"{flag}: expected a file, got {path} ({fault})")
+    if os.path.isfile(path) or not os.path.exists(path):  # a pipe would wait for its reader
+        new = not os.path.exists(path)
+        try:
+            open(path, "ab").close()
+        except OSError as error:
+            raise ValueError(f"{flag}: {path}: {error.strerror}") from None
+        if new:
+            os.unlink(path)
+
+
+def forgiving_output():
+    """What the terminal cannot show is shown as "?": no run ends for it."""
+    with suppress(AttributeError):  # a test's stream, or none at all
+        sys.stdout.reconfigure(errors="replace")
 
 
 @contextmanager
@@ -92,11 +148,20 @@ def named_as_flags():
 
 @contextmanager
 def alone(command):
-    """For a command that runs where no MPI is: prints what --help tells, or one line of error, and ends with its status."""
+    """For a command that runs where no MPI is: prints what --help tells, or one line of error, and ends with its status.
+
+    Of the processes of a launcher one runs it; the others end.
+    """
+    if launched_rank(os.environ):
+        raise SystemExit(0)
+    forgiving_output()
     try:
         yield
     except Told as told:
         print(told, end="", flush=True)
+    except KeyboardInterrupt:
+        print(f"{command}: ended by SIGINT", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
     except (UsageError, ValueError, OSError) as error:
-        print(f"{command}: error: {error}", file=sys.stderr, flush=True)
+        print(f"{command}: error: {one_line(error)}", file=sys.stderr, flush=True)
         raise SystemExit(UsageError.status) from None

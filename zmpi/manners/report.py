@@ -7,15 +7,17 @@ from math import isfinite
 
 from zmpi import __version__
 from zmpi.ledger import OWNED
+from zmpi.saving.blocks import named
 from zmpi.stages import elements_moved, state_bytes
 
+BEGINNING = b'{"zmpi"'  # of every log
 MEMORY = (*OWNED, "full_peak", "work", "peak")
 
 
 class RunLog:
     """The log file of a run (rank 0 writes; without a path nobody does), and the last entries for the summary.
 
-    With --resume a log that is there is continued. Raises OSError where the file cannot be written.
+    With --resume a log that is there is continued. Raises ValueError where the file cannot be written, or is no log.
     """
 
     def __init__(self, path, zero, args, argv):
@@ -25,7 +27,8 @@ class RunLog:
         if path is None or zero.world.rank != 0:
             return
         kept = _kept(path, zero.step) if args.resume else 0
-        self._file = open(path, "r+b" if kept else "wb")  # noqa: SIM115  (open for the whole run)
+        with named(path):
+            self._file = open(path, "r+b" if kept else "wb")  # noqa: SIM115  (open for the whole run)
         if kept:
             self._file.seek(kept)
             self._file.truncate()
@@ -60,16 +63,9 @@ class RunLog:
 
     def _write(self, entry):
         if self._file:
-            self._file.write(json.dumps(entry, allow_nan=False).encode() + b"\n")
-            self._file.flush()
-
-
-def check_log(path):
-    """Raise ValueError where no log can be written, before anything is."""
-    folder = os.path.dirname(path or "") or "."
-    if path and (os.path.isdir(path) or not os.path.isdir(folder)):
-        fault = "is a directory" if os.path.isdir(path) else f"its folder {folder} is missing"
-        raise ValueError(f"--log: expected a file, got {path} ({fault})")
+            with named(self._file.name):
+                self._file.write(json.dumps(entry, allow_nan=False).encode() + b"\n")
+                self._file.flush()
 
 
 def _kept(path, step):
@@ -77,6 +73,9 @@ def _kept(path, step):
     kept = 0
     if os.path.isfile(path):
         with open(path, "rb") as file:
+            if file.read(len(BEGINNING)) not in (b"", BEGINNING):
+                raise ValueError(f"--log: {path} is no log of zmpi.train: it is neither continued nor written over")
+            file.seek(0)
             for line in file:
                 try:
                     entry = json.loads(line)

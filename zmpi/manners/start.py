@@ -1,12 +1,15 @@
 """How a command that runs on all ranks begins: one command line, parsed by every rank and answered by one."""
 
+import os
+import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from zmpi.comm import Communicator, World
+from zmpi.comm import MPI, Communicator, World
 from zmpi.engine import ZeRO
-from zmpi.manners.guard import UsageError
-from zmpi.manners.options import Told, real
+from zmpi.manners.guard import UsageError, one_line
+from zmpi.manners.launch import launched_rank
+from zmpi.manners.options import Told, forgiving_output, real
 
 
 def world_flags(group, timeout=300):
@@ -19,6 +22,8 @@ def world_flags(group, timeout=300):
 
 def start(parser, argv):
     """(arguments, world) of the command. --help and --version are printed once and end it, and so does a wrong flag."""
+    forgiving_output()
+    _load_mpi(parser.prog)
     try:
         args = parser.parse_args(argv)
     except UsageError:
@@ -31,23 +36,34 @@ def start(parser, argv):
     return args, World(args.device, args.transport, getattr(args, "reduction", "auto"), args.timeout)
 
 
+def _load_mpi(command):
+    """Without MPI there is nobody to agree with: one process speaks."""
+    try:
+        MPI.COMM_WORLD  # noqa: B018  (its first use loads it)
+    except (ImportError, RuntimeError) as error:
+        if not launched_rank(os.environ):
+            fault = one_line(str(error).strip().partition("\n")[0])
+            print(f"{command}: error: mpi4py cannot load an MPI library: {fault}", file=sys.stderr, flush=True)
+        raise SystemExit(UsageError.status) from None
+
+
 def engine_of(place):
-    """The engine class that `--comm FILE:CLASS` names; ZeRO itself for None.
+    """The engine class that `--comm FILE:CLASS` names; ZeRO itself for None, or "zmpi".
 
     CLASS is a Communicator of the user's own, or a ZeRO with other parts. Raises ValueError where it is neither.
     """
-    if place is None:
+    if place in (None, "zmpi"):
         return ZeRO
     path, _, name = place.rpartition(":")
     if not Path(path).is_file() or not name:
         raise ValueError(f"--comm: expected FILE:CLASS, got {place} ({path or 'FILE'} is not a file)")
-    spec = spec_from_file_location(Path(path).stem, path)
+    spec = spec_from_file_location(f"comm_of_{Path(path).stem}", path)
     if spec is None:
         raise ValueError(f"--comm: {path} is not a Python file")
-    module = module_from_spec(spec)
+    module = sys.modules[spec.name] = module_from_spec(spec)  # where dataclasses look for it
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"--comm: {path} cannot be imported: {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if isinstance(found, type) and issubclass(found, ZeRO):

@@ -52,8 +52,12 @@ class Folder:
 
     def __init__(self, path, keep, make=True):
         self.path, self.keep = Path(path), keep
+        if (self.path / JSON).exists():
+            raise ValueError(f"{path}: is one checkpoint, not a folder of them")
         if not self.path.is_dir() and (self.path.exists() or not make):
             raise ValueError(f"{path}: {'not a folder' if self.path.exists() else 'no such folder'}")
+        if not make and not self.complete():
+            raise ValueError(f"{path}: no complete checkpoint in it")
         with named(path):
             self.path.mkdir(exist_ok=True)
             self._lock = open(self.path / ".flock", "ab")  # noqa: SIM115  (held until close, or the process's end)
@@ -94,7 +98,11 @@ class Folder:
         with named(final):
             temporary.rename(final)
         sync_folder(self.path)
-        self._mark(final)
+        try:
+            self._mark(final)
+        except ValueError:
+            final.rename(temporary)  # it counts no more than one that was not written
+            raise
         self._prune()
         return final
 

@@ -6,6 +6,7 @@ head is wte itself and is not in the file. Format: https://huggingface.co/docs/s
 
 import json
 from math import prod
+from operator import index
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ COMPUTED = {
 }
 UNUSED = (".attn.bias", ".attn.masked_bias")  # masks that older files carry
 HEAD = "lm_head.weight"
+KINDS = ("F64", "F32", "F16", "BF16")  # of safetensors
 ROWS = 1 << 20  # elements that are read at a time, about
 PUBLISHED_VOCAB, END_OF_TEXT = 50257, 50256
 
@@ -36,7 +38,7 @@ def sizes_in(folder):
         text = path.read_text(encoding="utf-8")
     try:
         config = json.loads(text)
-        sizes = {ours: config[theirs] for ours, theirs in SIZES.items()}
+        sizes = {ours: index(config[theirs]) for ours, theirs in SIZES.items()}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not the configuration of a GPT-2 ({type(error).__name__}: {error})") from None
     expected = {**COMPUTED, "model_type": ("gpt2",), "n_inner": (None, 4 * sizes["width"])}
@@ -74,6 +76,10 @@ class Weights:
             if found.get(self._names[name]) != tuple(shape):
                 got = found.get(self._names[name], "none")
                 raise ValueError(f"{self.path}: {self._names[name]}: expected shape {tuple(shape)}, got {got}")
+        for name in shapes:
+            kind = self._file.get_slice(self._names[name]).get_dtype()
+            if kind not in KINDS:
+                raise ValueError(f"{self.path}: {self._names[name]}: expected numbers of type {', '.join(KINDS)}; got {kind}")
         spare = [name for name in found if name not in self._names.values() and not name.endswith((*UNUSED, HEAD))]
         if spare:
             raise ValueError(f"{self.path}: {spare[0]}: this GPT-2 has no such parameter")

@@ -1,7 +1,7 @@
 """Where the settings of a run come from if it goes on from something: the checkpoint's manifest, or a folder of weights.
 
 A flag that is not given takes the saved value; one that is given must agree with it, unless it is in FREE: those change
-how the same training is carried out.
+how the same training is carried out. Evaluations, logs and checkpoints are each run's own.
 """
 
 import zlib
@@ -12,7 +12,7 @@ import numpy as np
 
 from zmpi.saving import pretrained
 
-FREE = ("stage", "steps", "micro_batch", "accumulate", "precision", "reduction", "prefetch", "recompute")
+FREE = ("stage", "steps", "micro_batch", "accumulate", "precision", "reduction", "prefetch", "recompute", "comm")
 MODEL = ("model", "layers", "width", "heads", "context", "vocab")
 OPTIMIZER = (
     "optimizer",
@@ -38,6 +38,9 @@ def describe_run(args, zero, text):
     flags |= {name: value for name, value in asdict(zero.optimizer).items() if name in flags}
     if args.data != "builtin":
         flags["data"] = str(Path(args.data).resolve())
+    path, _, name = (args.comm or "").rpartition(":")
+    if path:
+        flags["comm"] = f"{Path(path).resolve()}:{name}"
     batch = args.micro_batch * args.accumulate * zero.world.size
     position = {"global_batch": batch, "next_step": zero.step + 1, "sequences_seen": zero.step * batch}
     return {"flags": flags, "data": {**identity(text), **position}}
