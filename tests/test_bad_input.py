@@ -1,5 +1,7 @@
 """Everything that a person can get wrong on the command line: one line, printed once, status 2, nothing written."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -22,7 +24,8 @@ SMALL = [
     "--micro-batch",
     "1",
 ]
-FLAGS = {  # arguments -> what the line must name
+PATHS = ("--data", "--comm", "--log", "--checkpoint", "--init-from", "--trace")
+FLAGS = {  # arguments (words, or a tuple where they are not divided by spaces) -> what the line must name
     "--heads 7 --width 64": "--heads: 7 does not divide width 64",
     "--heads 0": "--heads: 0",
     "--heads -2": "--heads: -2",
@@ -73,6 +76,18 @@ FLAGS = {  # arguments -> what the line must name
     "--step 3": "--step: no such flag",
     "--colour": "--colour: no such flag",
     "--comm nowhere.py:Class": "--comm:",
+    f"--seed {1 << 64}": "--seed: expected a whole number of at least 0 and below 18446744073709551616",
+    f"--seed {10**400}": "--seed:",
+    "--width 2147483648": "--width: expected a whole number of at least 1 and below 2147483648",
+    "--width 99999999 --heads 1": "--width: the state of",
+    "--micro-batch 2147483647 --context 512": "--micro-batch: a layer's input, 2147483647 sequences, would take",
+    "--accumulate 2147483647 --micro-batch 9999": "--accumulate: the tokens of 2147483647 x 9999 sequences would take",
+    "--loss-scale-window 7": "--loss-scale-window: applies to --precision float16 only",
+    "--schedule constant --decay-steps 5": "--decay-steps: --schedule constant has none",
+    "--trace /proc/x.json": "--trace: /proc/x.json: ",
+    "--log /proc/x": "--log: /proc/x: ",
+    (" ",): "' ': no such flag",
+    **{(flag, ""): f"{flag}: expected a path, got ''" for flag in PATHS},
 }
 
 
@@ -82,7 +97,20 @@ def files(folder):
     (folder / "short").write_bytes(b"12345678")
     (folder / "odd.bin").write_bytes(b"123")
     (folder / "large.bin").write_bytes(np.full(100, 300, "<u2").tobytes())
+    (folder / "text.json").write_bytes(bytes(100))
+    (folder / "link.json").symlink_to(folder / "text.json")
+    (folder / "exits.py").write_text("import sys; sys.exit(3)")
+    (folder / "long.py").write_text("raise RuntimeError('one\\ntwo')")
+    data = f"--data {folder}/text.json"
     return {
+        f"{data} --log {folder}/text.json": "text.json is what --data names",
+        f"{data} --log {folder}/link.json": "--log: ",
+        f"{data} --trace {folder}/link.json": "link.json is what --data names",
+        f"--log {folder}/new.json --trace {folder}/new.json": "--trace: ",
+        f"--log {folder}/new --checkpoint {folder}/new": "--log: ",
+        f"--log {folder}/exits.py --comm {folder}/exits.py:X": "exits.py is what --comm names",
+        f"--comm {folder}/exits.py:X": "exits.py cannot be imported: SystemExit: 3",
+        f"--comm {folder}/long.py:X": "long.py cannot be imported: RuntimeError: one two",
         f"--data {folder}/missing": f"{folder}/missing",
         f"--data {folder}": f"{folder}",
         f"--data {folder}/empty": f"{folder}/empty: 0 tokens",
@@ -98,12 +126,13 @@ def files(folder):
 def test_each_gets_one_line_and_status_2(tmp_path):
     (tmp_path / "given").mkdir()
     cases = FLAGS | files(tmp_path / "given")
-    before = sorted(tmp_path.rglob("*"))
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     log = ["--log", str(tmp_path / "log")]
 
     def run(text):
-        mine = text.split()
-        return run_world(3, ["-m", "zmpi.train", *SMALL, *([] if "--log" in text else log), *mine], timeout=60)
+        mine = text.split() if isinstance(text, str) else text
+        command = ["-m", "zmpi.train", *SMALL, *([] if "--log" in text else log), *mine]
+        return run_world(3, command, timeout=60, PYTHONDONTWRITEBYTECODE="1")
 
     with ThreadPoolExecutor(2) as pool:
         ended = dict(zip(cases, pool.map(run, cases), strict=True))
@@ -114,7 +143,7 @@ def test_each_gets_one_line_and_status_2(tmp_path):
         if not good or world.status != 2 or world.left:
             wrong.append(f"{text}: status {world.status}\n{world.output}")
     assert not wrong, "\n".join(wrong)
-    assert sorted(tmp_path.rglob("*")) == before, "something was written"
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before, "something was written"
 
 
 def test_a_file_that_one_rank_cannot_read_is_an_error_on_all(tmp_path):
@@ -130,3 +159,18 @@ def test_help_and_version_are_printed_once(flag):
     world = run_world(3, ["-m", "zmpi.train", flag], timeout=60)
     assert world.status == 0
     assert world.output.count("zmpi 0" if flag == "--version" else "usage:") == 1
+
+
+@pytest.mark.parametrize("command", ["plan", "export"])
+def test_a_command_without_mpi_runs_once_under_a_launcher(command, tmp_path):
+    wrong = {"plan": ["--ranks", "0"], "export": ["--checkpoint", tmp_path / "none", "--to", tmp_path / "to"]}
+    world = run_world(3, ["-m", f"zmpi.{command}", *wrong[command]], timeout=60)
+    assert world.status == 2 and len(world.output.splitlines()) == 1, world.output
+    assert world.output.startswith(f"zmpi.{command}: error: ")
+
+
+def test_without_mpi_it_is_said_so():
+    code = "import sys; sys.modules['mpi4py'] = None; from zmpi import doctor; doctor.main([])"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=False, timeout=60)
+    assert ended.returncode == 2 and ended.stdout == "" and len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert "error: mpi4py cannot load an MPI library: " in ended.stderr

@@ -82,6 +82,27 @@ def test_the_log_is_continued(saved, copy, tmp_path):
     assert again.status == 0 and "all 6 steps are done: nothing to train" in again.output, again.output
 
 
+@pytest.mark.parametrize("text", ["precious\nlines\n", "[1]\n"])
+def test_a_file_that_is_no_log_is_not_written_over(copy, tmp_path, text):
+    (tmp_path / "notes").write_text(text)
+    run = train(2, "--resume", "--steps", "6", "--checkpoint", copy, "--log", tmp_path / "notes")
+    refused(run, "notes is no log of zmpi.train")
+    assert (tmp_path / "notes").read_text() == text
+
+
+def test_a_communicator_of_ones_own_is_kept(tmp_path):
+    mine, flags = tmp_path / "mine.py", ["--checkpoint", tmp_path / "dir"]
+    mine.write_text("from zmpi.comm import Communicator\n\n\nclass Mine(Communicator):\n    pass\n")
+    first = train(2, *MODEL, "--steps", "1", *flags, "--comm", f"{mine}:Mine")
+    assert first.status == 0, first.output
+    mine.rename(tmp_path / "gone.py")
+    refused(train(2, "--resume", "--steps", "2", *flags), "--comm: expected FILE:CLASS", "mine.py is not a file")
+    again = train(2, "--resume", "--steps", "2", *flags, "--comm", "zmpi")
+    assert again.status == 0, again.output
+    third = train(2, "--resume", "--steps", "3", *flags)
+    assert third.status == 0, third.output
+
+
 def test_what_a_killed_save_left_is_replaced(copy):
     """B10: resumes from the last complete step, runs past the step whose save was cut short, saves it."""
     half = copy / ".saving-step-00000006-save-3"
@@ -261,5 +282,6 @@ def test_what_cannot_be_written_is_refused(saved, tmp_path):
     refused(generate(2, saved, "--prompt", ""), "--prompt: expected at least 1 token, got 0")
     refused(generate(2, saved, "--prompt-ids", "1,256"), "--prompt-ids: token 256 is not below")
     refused(generate(2, saved, "--prompt-ids", "1,x"), "--prompt-ids: expected a whole number")
+    refused(generate(2, saved, "--prompt-ids", "1", "--tokenizer", "x.json"), "--tokenizer: --prompt-ids are tokens already")
     refused(generate(2, saved, "--prompt", "a", "--tokenizer", tmp_path / "none.json"), "--tokenizer:", "none.json")
     refused(generate(2, tmp_path, "--prompt", "a"), "no complete checkpoint in it")

@@ -131,6 +131,34 @@ def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(tmp_path, monkeypatc
     assert names(path) == [".flock", "latest", newest(path).name] and Manifest.read(newest(path))["step"] == step + 1
 
 
+def test_a_checkpoint_is_no_folder_of_them(tmp_path):
+    """Saves would lie in it, where no resume looks."""
+    add(Folder(tmp_path / "dir", keep=3), 1)
+    with pytest.raises(ValueError, match="step-00000001-save-1: is one checkpoint, not a folder of them"):
+        Folder(newest(tmp_path / "dir"), keep=3)
+
+
+def test_nothing_is_left_in_a_folder_without_a_checkpoint_to_go_on_from(tmp_path):
+    with pytest.raises(ValueError, match="no complete checkpoint in it"):
+        Folder(tmp_path, keep=3, make=False)
+    assert names(tmp_path) == []
+
+
+def test_a_checkpoint_that_cannot_be_marked_does_not_count_later(tmp_path, monkeypatch):
+    def full(path, text):
+        raise ValueError("No space left on device")
+
+    target = Folder(tmp_path / "dir", keep=3)
+    add(target, 1)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="No space left"):
+        patch.setattr(folder, "write_text", full)
+        add(target, 2)
+    target.close()
+    target = Folder(tmp_path / "dir", keep=3)
+    assert [path.name for path in target.complete()] == ["step-00000001-save-1"]
+    assert Manifest.read(newest(tmp_path / "dir"))["step"] == 1
+
+
 def test_jobs_that_are_all_killed_before_they_remove_old_ones_leave_one_too_many_not_one_each(tmp_path, monkeypatch):
     def marked_then_killed(target, final):
         real_mark(target, final)

@@ -71,7 +71,8 @@ def test_draws_follow_the_models_shares():
     assert {draw(logits, flags(temperature=1.0, top_k=2), position) for position in range(1000)} == {0, 1}
     assert {draw(logits, flags(temperature=5.0, top_k=1), position) for position in range(100)} == {0}
     assert {draw(logits, flags(), position) for position in range(10)} == {0}
-    assert {draw(logits, flags(temperature=1e-9), position) for position in range(10)} == {0}
+    for near_zero in (1e-9, 1e-310):
+        assert {draw(logits, flags(temperature=near_zero), position) for position in range(10)} == {0}
 
 
 def test_bytes_come_out_as_whole_characters():

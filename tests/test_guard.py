@@ -1,12 +1,14 @@
 """The guard in small worlds of its own, each a few lines of raw mpi4py: the cases that the fault table does not hold."""
 
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
 from faults.table import AT_ONCE
-from mpirun import run_world
+from mpirun import ROOT, run_world
 
 HEAD = """
 import os, signal, sys, threading, time, warnings
@@ -144,6 +146,12 @@ def test_who_exits_alone_ends_the_world_with_a_status_other_than_0(end):
 def test_a_signal_to_all_ranks_is_one_line(end):
     """Which is what Ctrl-C in a terminal is: the launcher passes it on to every rank."""
     assert (end.status, end.lines) == (128 + signal.SIGINT, ["zmpi: rank 0: ended by SIGINT"]), end.output
+
+
+def test_ctrl_c_ends_one_process_with_one_line_too():
+    code = HEAD + "os.kill(os.getpid(), signal.SIGINT); time.sleep(100)"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "zmpi: rank 0: ended by SIGINT\n")
 
 
 @world(

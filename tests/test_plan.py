@@ -163,6 +163,11 @@ BAD = {
     "--layers 2 --ranks 4 --calibrate setup.cfg": "setup.cfg",
     "--layers 2 --ranks 4 --calibrate setup.cfg --flops 1": "--calibrate",
     "--layers 2 --rank 4": "--rank",
+    "--params 1e9 --ranks 4 --width 64": "--width: needs a model",
+    "--params 1e9 --ranks 4 --recompute": "--recompute: needs a model",
+    "--paper --json": "--json: stands beside no other flag",
+    "--paper --ranks 3": "--ranks: stands beside no other flag",
+    "--layers 2 --ranks 4 --context 2147483648": "--context: expected a whole number of at least 1 and below 2147483648",
 }
 
 

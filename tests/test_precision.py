@@ -124,6 +124,14 @@ def test_good_steps_double_the_scale_only_in_a_row():
     assert scales == [1, 1, 0.5, 0.5, 0.5, 1, 1]
 
 
+def test_more_good_steps_than_the_window_double_it_at_once():
+    """As after a load into an engine whose window is shorter."""
+    scaler = Policy("float16", loss_scale_window=3).scaler()
+    scaler.good_steps = 10
+    scaler.after_step(overflow=False)
+    assert (scaler.scale, scaler.good_steps) == (2.0**17, 0)
+
+
 def test_the_window_is_2000_steps_by_default():
     scaler = Policy("float16").scaler()
     for _ in range(1999):

@@ -95,6 +95,10 @@ def test_what_is_no_such_model_is_refused_by_name(tmp_path, folder):
     refused("model_type: expected gpt2, got llama", made(tmp_path / "f", good, model_type="llama"))
     refused("n_inner: expected None, got 7", made(tmp_path / "g", good, n_inner=7))
     refused("layer_norm_epsilon: expected 1e-05, got 1e-06", made(tmp_path / "h", good, layer_norm_epsilon=1e-6))
+    whole = made(tmp_path / "i", good | {"wpe.weight": np.ones(SHAPES["wpe.weight"], np.int64)})
+    refused("wpe.weight: expected numbers of type F64, F32, F16, BF16; got I64", whole)
+    for value in ("6", None, 6.0, [6]):
+        refused("config.json: not the configuration of a GPT-2", made(tmp_path / "j", good, n_embd=value))
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-5])
     refused("model.safetensors: ", folder)
     (folder / "model.safetensors").unlink()
