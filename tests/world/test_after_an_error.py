@@ -23,7 +23,7 @@ class Boom(Exception):
 
 OTHER = {
     "stage": {"stage": 2},
-    "seed": {"seed": 1},
+    "seed": {"seed": np.int64(1)},
     "policy": {"policy": Policy(prefetch=0)},
     "optimizer": {"optimizer": adamw(lr=1e-3)},
     "model": {"model": gpt(layers=3)},

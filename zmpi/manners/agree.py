@@ -3,6 +3,7 @@
 import hashlib
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from numbers import Number
 
 from zmpi.manners.guard import UsageError
 
@@ -38,6 +39,6 @@ def same_on_all_ranks(world, settings):
 
 def _told(setting):
     """A setting in words that are the same for the same setting; a long one by its checksum."""
-    plain = isinstance(setting, (int, str, dict)) or is_dataclass(setting)
+    plain = isinstance(setting, (Number, str, dict)) or is_dataclass(setting)
     words = str(setting) if plain else type(setting).__name__
-    return words if len(words) <= LONG else f"another one (SHA-256 {hashlib.sha256(words.encode()).hexdigest()[:12]})"
+    return words if len(words) <= LONG else f"one of SHA-256 {hashlib.sha256(words.encode()).hexdigest()[:12]}"
