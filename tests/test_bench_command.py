@@ -72,6 +72,8 @@ BAD = {
     ("--heads", "3"): "--heads",
     ("--json", "/nowhere/x.json"): "--json",
     ("--report", "/nowhere/x"): "--report",
+    ("--json", "/proc/x.json"): "--json: /proc/x.json: ",
+    ("--report", "/proc/x"): "--report: /proc/x: ",
     ("--sweep", "time"): "--sweep",
 }
 

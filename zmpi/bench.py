@@ -16,6 +16,7 @@ from zmpi.manners.options import Parser, check_files, file_name, named_as_flags,
 from zmpi.manners.start import start, world_flags
 from zmpi.optim import AdamW
 from zmpi.precision import RECIPES, Policy
+from zmpi.saving.blocks import named
 
 COMMAND = "zmpi.bench"
 SIZES = ("depth", "width", "heads", "context", "vocab")
@@ -165,7 +166,8 @@ def _check_outputs(args):
             fault = "a file" if folder.is_file() else f"its folder {folder.parent} is missing"
             raise ValueError(f"--report: expected a directory, got {folder} ({fault})")
         if not folder.exists():
-            folder.mkdir()
+            with named(f"--report: {folder}"):
+                folder.mkdir()
             folder.rmdir()
         try:
             import matplotlib  # noqa: F401

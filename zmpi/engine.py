@@ -70,14 +70,14 @@ class ZeRO:
         self.ledger.peak_bytes = world.device.peak_bytes
         self.comm = self.make_communicator(world, self.ledger, reduction)
 
-        names = [unit_of(layer) for layer in model.layers]
+        names, specs = [unit_of(layer) for layer in model.layers], units(model)
         self.schedule = self.make_schedule(model.layers, names)
         self.evaluation = evaluation_schedule(model.layers, names)
         asked = {"stage": stage, "seed": seed, "policy": self.policy, "optimizer": self.optimizer, "reduction": reduction}
-        same_on_all_ranks(world, {**asked, "model": units(model)})
+        same_on_all_ranks(world, {**asked, "model": specs})
         recipe, split = world.device.recipe(self.policy.recipe), (self.comm.shards, world.device.align)
         rules = Rules(self.stage, recipe, self.comm, self.ledger, world.device, self.optimizer.moments)
-        layouts = [self.make_layout(name, spec.prefix, spec.shapes, *split) for name, spec in units(model).items()]
+        layouts = [self.make_layout(name, spec.prefix, spec.shapes, *split) for name, spec in specs.items()]
         with world.agreed():  # that there is memory
             self.comm.reserve(layouts, self.policy.recipe.gradient)
             self.units = {layout.name: self.make_unit(layout, rules) for layout in layouts}

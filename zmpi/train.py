@@ -24,7 +24,6 @@ from zmpi.trace import Trace, check_kind, write_trace
 COMMAND = "zmpi.train"
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
 KEEP = 3  # checkpoints
-WINDOW = 2000  # good steps before the loss scale doubles
 
 
 def parser():
@@ -68,7 +67,8 @@ def _run_flags(group):
     add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage: what is sharded")
     add("--precision", choices=[name for name in RECIPES if name != "float64"], default="float32", help="number types")
     add("--loss-scale", type=auto_or_real(1), default="auto", help="auto, or a fixed number (float16 only)")
-    add("--loss-scale-window", type=whole(1), default=WINDOW, help="good steps before the loss scale doubles (float16 only)")
+    window = Policy.loss_scale_window
+    add("--loss-scale-window", type=whole(1), default=window, help="good steps before the loss scale doubles (float16 only)")
     add("--reduction", choices=("auto", "mpi", "ordered"), default="auto", help="who sums gradients: MPI, or the owner")
     add("--comm", type=file_name, metavar="FILE:CLASS", help="a Communicator or ZeRO of your own (default: zmpi, its own)")
     add("--prefetch", type=int, choices=(0, 1), default=1, help="gathers started before they are needed")
@@ -140,7 +140,7 @@ def _take_settings(args, world, argv, manifest):
 def _engine(args, world):
     """The engine of the flags, with fresh weights."""
     with world.agreed():
-        if args.precision != "float16" and args.loss_scale_window != WINDOW:
+        if args.precision != "float16" and args.loss_scale_window != Policy.loss_scale_window:
             raise ValueError(f"--loss-scale-window: applies to --precision float16 only, not to {args.precision}")
         engine, model, optimizer = engine_of(args.comm), build_model(args), _optimizer(args)
         refuse_beyond_memory(args, model, world, args.stage)

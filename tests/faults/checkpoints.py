@@ -25,9 +25,10 @@ from mpirun import ROOT, mpirun, run_world  # noqa: E402
 
 from zmpi.saving.folder import NAME, newest  # noqa: E402
 from zmpi.saving.manifest import Manifest  # noqa: E402
+from zmpi.train import KEEP  # noqa: E402
 
 MODEL = ["--layers", "2", "--width", "24", "--heads", "2", "--context", "16", "--micro-batch", "2", "--warmup", "2"]
-RANKS, STEPS, LIVES, KEEP = 3, 8, 6, 3
+RANKS, STEPS, LIVES = 3, 8, 6
 
 
 def train(size, *flags, timeout=60):

@@ -85,7 +85,7 @@ def test_a_step_that_ended_by_an_exception_leaves_nothing_to_the_next(world, mon
     assert steps(zero, 3, 4, 2) == steps(other, 3, 4, 2) and state(zero) == state(other)
 
 
-def test_a_load_is_not_hidden_by_what_an_evaluation_left(world, folder, monkeypatch):
+def test_a_load_is_not_hidden_by_what_an_evaluation_left(world, folder):
     zero = engine(world)
     zero.save(folder)
     batch = [micro_batch(zero.model, 9, world.rank)]

@@ -9,6 +9,7 @@ from math import inf, isfinite
 from zmpi import __version__
 from zmpi.manners.guard import UsageError, one_line
 from zmpi.manners.launch import launched_rank
+from zmpi.saving.blocks import named
 
 SIZES = 1 << 31  # no number of a model's or a batch's is as large
 
@@ -122,10 +123,8 @@ def _check_file(flag, path):
         raise ValueError(f"{flag}: expected a file, got {path} ({fault})")
     if os.path.isfile(path) or not os.path.exists(path):  # a pipe would wait for its reader
         new = not os.path.exists(path)
-        try:
+        with named(f"{flag}: {path}"):
             open(path, "ab").close()
-        except OSError as error:
-            raise ValueError(f"{flag}: {path}: {error.strerror}") from None
         if new:
             os.unlink(path)
 

@@ -73,13 +73,12 @@ class Weights:
         self._names = {name: prefix + name for name in shapes}
         found = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
         for name, shape in shapes.items():
-            if found.get(self._names[name]) != tuple(shape):
-                got = found.get(self._names[name], "none")
-                raise ValueError(f"{self.path}: {self._names[name]}: expected shape {tuple(shape)}, got {got}")
-        for name in shapes:
-            kind = self._file.get_slice(self._names[name]).get_dtype()
+            stored = self._names[name]
+            if found.get(stored) != tuple(shape):
+                raise ValueError(f"{self.path}: {stored}: expected shape {tuple(shape)}, got {found.get(stored, 'none')}")
+            kind = self._file.get_slice(stored).get_dtype()
             if kind not in KINDS:
-                raise ValueError(f"{self.path}: {self._names[name]}: expected numbers of type {', '.join(KINDS)}; got {kind}")
+                raise ValueError(f"{self.path}: {stored}: expected numbers of type {', '.join(KINDS)}; got {kind}")
         spare = [name for name in found if name not in self._names.values() and not name.endswith((*UNUSED, HEAD))]
         if spare:
             raise ValueError(f"{self.path}: {spare[0]}: this GPT-2 has no such parameter")
