@@ -45,7 +45,9 @@ class Raw:
             began = perf_counter()
             for _ in range(RAW_CALLS):
                 call()
-            found[kind] = RAW_CALLS * self.part.nbytes * (self.mpi.size - 1) / (perf_counter() - began)
+            found[kind] = (
+                RAW_CALLS * self.part.nbytes * (self.mpi.size - 1) / (perf_counter() - began)
+            )
         return found
 
 
@@ -71,7 +73,9 @@ class Measured:
             began = perf_counter()
             self.step()
             seconds.append(perf_counter() - began)
-            self.blocked.append(sum(entry["blocked_s"] for entry in self.zero.ledger["comm"].values()))
+            self.blocked.append(
+                sum(entry["blocked_s"] for entry in self.zero.ledger["comm"].values())
+            )
         self.faults.append((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / steps)
         self.rounds.append(self.world.mpi.allreduce(median(seconds), MPI.MAX))
         return self.rounds[-1]
@@ -79,7 +83,9 @@ class Measured:
     def moving(self, rates):
         """Seconds that the bytes of a step take at these rates."""
         comm = self.zero.ledger["comm"]
-        return sum(comm[kind]["bytes_sent"] / rate for kind, rate in rates.items()) if rates else 0.0
+        return (
+            sum(comm[kind]["bytes_sent"] / rate for kind, rate in rates.items()) if rates else 0.0
+        )
 
 
 def measure(stages, shape, rounds, world):
@@ -104,10 +110,14 @@ def report(stages, shape, found):
     gemm_s, rates, gemms = found
     alone = median(gemm_s)
     print(f"{shape}\n{stages[0].world.size} rank(s); medians of {len(gemm_s)} rounds")
-    print(f"GEMMs alone: {alone * 1e3:.1f} ms for {len(gemms.calls)} calls, {gemms.flops / alone / 1e9:.1f} GFLOP/s a rank")
+    print(
+        f"GEMMs alone: {alone * 1e3:.1f} ms for {len(gemms.calls)} calls, {gemms.flops / alone / 1e9:.1f} GFLOP/s a rank"
+    )
     if rates[0]:
         raw = {kind: median(rate[kind] for rate in rates) for kind in rates[0]}
-        print(f"raw MPI: {', '.join(f'{kind} {rate / 1e9:.2f} GB/s sent by a rank' for kind, rate in raw.items())}")
+        print(
+            f"raw MPI: {', '.join(f'{kind} {rate / 1e9:.2f} GB/s sent by a rank' for kind, rate in raw.items())}"
+        )
     print(
         f"\n{'':8} {'step':>10} {'moving':>9} {'of floor':>9} {'GEMM':>6} {'blocked':>8} {'of stage 0':>11} {'faults/step':>12}"
     )
@@ -130,8 +140,15 @@ def profiles(stages, steps):
         profiled.append((profile, total))
     if stages[0].world.rank:
         return
-    labels = sorted({label for profile, _ in profiled for label in profile.seconds}, key=lambda k: -profiled[-1][0].seconds[k])
-    print(f"\nprofile, ms a step{'':11}" + "".join(f"   stage {one.stage}" for one in stages) + "   calls   share")
+    labels = sorted(
+        {label for profile, _ in profiled for label in profile.seconds},
+        key=lambda k: -profiled[-1][0].seconds[k],
+    )
+    print(
+        f"\nprofile, ms a step{'':11}"
+        + "".join(f"   stage {one.stage}" for one in stages)
+        + "   calls   share"
+    )
     for label in labels:
         row = "".join(f"{profile.seconds[label] / steps * 1e3:10.2f}" for profile, _ in profiled)
         last, total = profiled[-1]
@@ -140,9 +157,17 @@ def profiles(stages, steps):
 
 
 def main():
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--shape", default="S", help=f"one of {', '.join(SHAPES)}, or such as S,width=512 (default: S)")
-    flags.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3], help="stages (default: all)")
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument(
+        "--shape",
+        default="S",
+        help=f"one of {', '.join(SHAPES)}, or such as S,width=512 (default: S)",
+    )
+    flags.add_argument(
+        "--stages", nargs="+", type=int, default=[0, 1, 2, 3], help="stages (default: all)"
+    )
     flags.add_argument("--rounds", type=int, help="rounds (default: the shape's)")
     args = flags.parse_args()
     shape, world = shape_of(args.shape), zmpi.World()

@@ -26,13 +26,20 @@ def main():
     flags.add_argument("--micro-batch", type=int, default=8, help="sequences per rank")
     flags.add_argument("--steps", type=int, default=5, help="timed steps, after 2 that are not")
     flags.add_argument(
-        "--peak", type=float, default=989, help="TFLOP/s of the GPU in this precision (989: H100, H200 bfloat16)"
+        "--peak",
+        type=float,
+        default=989,
+        help="TFLOP/s of the GPU in this precision (989: H100, H200 bfloat16)",
     )
-    flags.add_argument("--seconds", type=float, default=60, help="stop timing a stage after so many seconds")
+    flags.add_argument(
+        "--seconds", type=float, default=60, help="stop timing a stage after so many seconds"
+    )
     flags.add_argument("--transport", default="auto", help="auto, direct or staged")
     flags.add_argument("--device", default="cuda", help="cuda (or cpu, to try the script)")
     for name, size in GPT2.items():
-        flags.add_argument(f"--{name}", type=int, default=size, help=f"of the model; GPT-2 has {size}")
+        flags.add_argument(
+            f"--{name}", type=int, default=size, help=f"of the model; GPT-2 has {size}"
+        )
     args = flags.parse_args()
     world = World(args.device, args.transport)
     for stage in range(4):
@@ -45,7 +52,9 @@ def measured(world, args, stage):
     """A row of the table."""
     model = GPT(**{name: getattr(args, name) for name in GPT2})
     zero = ZeRO(model, world, stage, AdamW(lr=3e-4, clip=1.0), policy=Policy(args.precision))
-    tokens = np.random.default_rng(world.rank).integers(0, args.vocab, (args.micro_batch, args.context + 1))
+    tokens = np.random.default_rng(world.rank).integers(
+        0, args.vocab, (args.micro_batch, args.context + 1)
+    )
     if world.device.name == "cuda":
         world.device.pool.restart()
     seconds, losses, began = [], [], perf_counter()

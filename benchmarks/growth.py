@@ -22,7 +22,9 @@ HERE = Path(__file__).resolve().parent
 def work(shape, ranks):
     """Multiplications and additions per core of a step: three products for each of the forward's."""
     C, T = shape.width, shape.context
-    block = 12 * C * C + T * C  # a token: four linear maps, and q k^T and p v over half of the context
+    block = (
+        12 * C * C + T * C
+    )  # a token: four linear maps, and q k^T and p v over half of the context
     per_rank = 6 * shape.tokens * (shape.layers * block + C * shape.vocab)
     return per_rank * max(1, ranks / os.cpu_count())
 
@@ -53,15 +55,21 @@ def line(what, before, after, worlds):
 
 
 def main():
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--shape", default="S", help="the shape to start from (default: S)")
     flags.add_argument("--stage", type=int, choices=range(4), default=3, help="stage (default: 3)")
-    flags.add_argument("--rounds", type=int, default=10, help="turns of each world that are counted (default: 10)")
+    flags.add_argument(
+        "--rounds", type=int, default=10, help="turns of each world that are counted (default: 10)"
+    )
     args = flags.parse_args()
     end_in_order()
     cores = os.cpu_count()
     print(f"{args.shape}, stage {args.stage}, {cores} cores, one thread per rank")
-    print(f"{'what grows':28} {'from':>5} -> {'to':>5} {'step':>24} {'ratio':>7} {'exponent':>8} {'of the work':>11}")
+    print(
+        f"{'what grows':28} {'from':>5} -> {'to':>5} {'step':>24} {'ratio':>7} {'exponent':>8} {'of the work':>11}"
+    )
     for what, steps in rows(args.shape, args.stage, cores):
         worlds = {}
         try:

@@ -43,8 +43,12 @@ class Unbooked(ZeRO):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pairs", type=int, default=61, help="pairs of steps (at least 15; default: 61)")
-    parser.add_argument("--stage", type=int, default=3, help="ZeRO stage (default: 3, which moves most)")
+    parser.add_argument(
+        "--pairs", type=int, default=61, help="pairs of steps (at least 15; default: 61)"
+    )
+    parser.add_argument(
+        "--stage", type=int, default=3, help="ZeRO stage (default: 3, which moves most)"
+    )
     args = parser.parse_args()
     if args.pairs < 15:
         parser.error(f"--pairs: expected at least 15, got {args.pairs}")
@@ -64,7 +68,9 @@ def main():
             wall.append(took[0][0] / took[1][0])
             processor.append(took[0][1] / took[1][1])
     if world.rank == 0:
-        print(f"{world.size} rank(s), stage {args.stage}, {args.pairs} pairs: time with the ledger / time without")
+        print(
+            f"{world.size} rank(s), stage {args.stage}, {args.pairs} pairs: time with the ledger / time without"
+        )
         for name, ratios in (("clock", wall), ("processor", processor)):
             low, high = interval(ratios)
             print(f"  {name:10} median {median(ratios):.4f}, 95 % interval {low:.4f} to {high:.4f}")

@@ -38,13 +38,18 @@ def start(name, shape, size):
     if name.startswith("zmpi"):
         return Contender(name, [HERE / "zmpi_worker.py", shape, name[-1]], size, launched=True)
     kind, lean = name.removesuffix(" lean"), name.endswith(" lean")
-    return Contender(name, [HERE / "torch_worker.py", shape, kind], size, environment=LEAN if lean else ())
+    return Contender(
+        name, [HERE / "torch_worker.py", shape, kind], size, environment=LEAN if lean else ()
+    )
 
 
 def missing():
     """Why some peers cannot run here: {prefix of their names: one line}."""
     found = {}
-    for module, prefixes in (("torch", ("ddp", "fsdp2", "deepspeed")), ("deepspeed", ("deepspeed",))):
+    for module, prefixes in (
+        ("torch", ("ddp", "fsdp2", "deepspeed")),
+        ("deepspeed", ("deepspeed",)),
+    ):
         if importlib.util.find_spec(module) is None:
             found |= dict.fromkeys(prefixes, f"{module} is not installed")
     return found
@@ -71,13 +76,17 @@ def run_group(names, args):
 
 def figures(contender, shape, bare):
     """What a row of the table says of it, as numbers."""
-    turns = [contender.seconds[i : i + shape.turn] for i in range(0, len(contender.seconds), shape.turn)][1:]
+    turns = [
+        contender.seconds[i : i + shape.turn] for i in range(0, len(contender.seconds), shape.turn)
+    ][1:]
     return {
         "name": contender.name,
         "rounds_s": [median(turn) for turn in turns],
         "step_s": median(step for turn in turns for step in turn),
         "cpu_s": median(contender.cpu[shape.turn :]),
-        "tokens_per_s": shape.tokens * contender.size / median(step for turn in turns for step in turn),
+        "tokens_per_s": shape.tokens
+        * contender.size
+        / median(step for turn in turns for step in turn),
         "peak_bytes": max(contender.peaks) - bare,
         "import_bytes": max(contender.imports) - bare,
         "losses": contender.losses,
@@ -91,7 +100,10 @@ def ratios(ours, peers):
         if peer["name"].startswith("deepspeed") and peer["name"][-1] != ours["name"][-1]:
             continue  # another stage
         pairs = zip(ours["rounds_s"], peer["rounds_s"], strict=True)
-        found[peer["name"]] = median(a / b for a, b in pairs), ours["peak_bytes"] / peer["peak_bytes"]
+        found[peer["name"]] = (
+            median(a / b for a, b in pairs),
+            ours["peak_bytes"] / peer["peak_bytes"],
+        )
     return found
 
 
@@ -112,7 +124,10 @@ def measure(args):
         group = [figures(c, shape, bare) for c in run_group(names, args).values()]
         for ours in group:
             if ours["name"] in stages:
-                lines += [(ours["name"], *line) for line in ratios(ours, [r for r in group if r["name"] in peers]).items()]
+                lines += [
+                    (ours["name"], *line)
+                    for line in ratios(ours, [r for r in group if r["name"] in peers]).items()
+                ]
         rows += group
     return rows, lines
 
@@ -130,11 +145,22 @@ def text(rows, lines, args):
         memory = f"{r['peak_bytes'] >> 20:5,} MiB {r['import_bytes'] >> 20:5,} MiB"
         loss = f"{r['losses'][0]:7.4f} -> {r['losses'][-1]:7.4f}"
         off = apart(r["losses"], reference)
-        out.append(f"{r['name']:20} {step} {memory}   {loss}   {off:.0e}{'' if off <= AGREE else ' NOT THE SAME TRAINING'}")
+        out.append(
+            f"{r['name']:20} {step} {memory}   {loss}   {off:.0e}{'' if off <= AGREE else ' NOT THE SAME TRAINING'}"
+        )
     out += ["", f"{'ratio':32} {'time':>6} {'memory':>7}"]
-    out += [f"{ours + ' / ' + peer:32} {time:6.2f} {memory:7.2f}" for ours, peer, (time, memory) in lines]
+    out += [
+        f"{ours + ' / ' + peer:32} {time:6.2f} {memory:7.2f}"
+        for ours, peer, (time, memory) in lines
+    ]
     steps = len(reference)
-    return "\n".join([*out, "", f"losses over {steps} steps, relative to the first row; memory above a bare Python"])
+    return "\n".join(
+        [
+            *out,
+            "",
+            f"losses over {steps} steps, relative to the first row; memory above a bare Python",
+        ]
+    )
 
 
 def machine():
@@ -146,7 +172,14 @@ def machine():
             versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             versions.append(f"no {name}")
-    cpu = next((ln.split(": ")[1] for ln in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in ln), "")
+    cpu = next(
+        (
+            ln.split(": ")[1]
+            for ln in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in ln
+        ),
+        "",
+    )
     return f"{os.cpu_count()} cores ({cpu.strip()}), Python {platform.python_version()}, {', '.join(versions)}"
 
 
@@ -157,11 +190,15 @@ def picture(rows, path, title):
     matplotlib.use("svg" if path.endswith(".svg") else "agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 0.6 + 0.35 * len(rows)), sharey=True, layout="constrained")
+    figure, axes = pyplot.subplots(
+        1, 2, figsize=(11, 0.6 + 0.35 * len(rows)), sharey=True, layout="constrained"
+    )
     names = [r["name"] for r in rows]
     colours = ["#1f6fb4" if name.startswith("zmpi") else "#b9b9b9" for name in names]
     values = ([r["step_s"] * 1e3 for r in rows], [r["peak_bytes"] / 2**20 for r in rows])
-    for axis, numbers, label in zip(axes, values, ("step, ms", "peak memory per rank above a bare Python, MiB"), strict=True):
+    for axis, numbers, label in zip(
+        axes, values, ("step, ms", "peak memory per rank above a bare Python, MiB"), strict=True
+    ):
         axis.bar_label(axis.barh(names, numbers, color=colours), fmt="{:,.0f}", padding=3)
         axis.set_xlabel(label)
         axis.margins(x=0.15)
@@ -171,11 +208,20 @@ def picture(rows, path, title):
 
 
 def main():
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument("--shape", default="S", help="one of X, or such as S,width=512 (default: S)")
-    flags.add_argument("--ranks", type=int, default=2, help="processes of each contender (default: 2)")
+    flags.add_argument(
+        "--ranks", type=int, default=2, help="processes of each contender (default: 2)"
+    )
     flags.add_argument("--rounds", type=int, help="turns that are counted (default: the shape's)")
-    flags.add_argument("--only", nargs="+", metavar="NAME", help="these contenders only, such as 'zmpi 3' fsdp2+reshard")
+    flags.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help="these contenders only, such as 'zmpi 3' fsdp2+reshard",
+    )
     flags.add_argument("--json", metavar="FILE", help="all numbers")
     flags.add_argument("--picture", metavar="FILE", help="bars, as .png or .svg (needs matplotlib)")
     args = flags.parse_args()
@@ -184,7 +230,9 @@ def main():
     table = text(rows, lines, args)
     print(table)
     if args.json:
-        Path(args.json).write_text(json.dumps({"machine": machine(), "rows": rows, "ratios": lines}, indent=1))
+        Path(args.json).write_text(
+            json.dumps({"machine": machine(), "rows": rows, "ratios": lines}, indent=1)
+        )
     if args.picture:
         picture(rows, args.picture, f"shape {args.shape}, {args.ranks} ranks, one thread each")
 

@@ -9,7 +9,12 @@ import numpy as np
 from models import attention, fused, ops, transformer
 from zmpi import comm, engine, optim, unit
 
-OPS = [name for module in (ops, attention, fused) for name in vars(module) if callable(getattr(transformer, name, None))]
+OPS = [
+    name
+    for module in (ops, attention, fused)
+    for name in vars(module)
+    if callable(getattr(transformer, name, None))
+]
 # (where a name is looked up, the name, what it is called in the table)
 WRAPPED = (
     *((transformer, name, name) for name in sorted({*OPS} - {"flat_rows"})),
@@ -100,10 +105,20 @@ class Gemms:
         key = role, array.shape, array.strides, lowest
         if key not in self._made:
             itemsize = array.itemsize
-            length = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)) // itemsize + 1
-            vector = np.random.default_rng(0).standard_normal(length + 32, dtype=np.float32).astype(array.dtype)
+            length = (
+                sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
+                // itemsize
+                + 1
+            )
+            vector = (
+                np.random.default_rng(0)
+                .standard_normal(length + 32, dtype=np.float32)
+                .astype(array.dtype)
+            )
             first = (lowest - vector.__array_interface__["data"][0]) % 64 // itemsize
-            self._made[key] = np.lib.stride_tricks.as_strided(vector[first:], array.shape, array.strides)
+            self._made[key] = np.lib.stride_tricks.as_strided(
+                vector[first:], array.shape, array.strides
+            )
         return self._made[key]
 
     def seconds(self):

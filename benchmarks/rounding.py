@@ -20,7 +20,9 @@ def of_zmpi(shape, precision, batches):
     """The losses of zmpi in "float32" or "float64"."""
     optimizer = zmpi.AdamW(**task.adamw_of_zmpi())
     policy = zmpi.Policy(precision=precision)
-    zero = zmpi.ZeRO(task.model_of(shape), zmpi.World(), 0, optimizer, seed=task.SEED, policy=policy)
+    zero = zmpi.ZeRO(
+        task.model_of(shape), zmpi.World(), 0, optimizer, seed=task.SEED, policy=policy
+    )
     return [zero.train_step([batch]) for batch in batches]
 
 
@@ -33,12 +35,18 @@ def of_torch(shape, dtype, batches):
 
 
 def main():
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     flags.add_argument(
-        "--shape", default="L,layers=4,width=384,heads=6,micro_batch=2", help="as peers.py (default: %(default)s)"
+        "--shape",
+        default="L,layers=4,width=384,heads=6,micro_batch=2",
+        help="as peers.py (default: %(default)s)",
     )
     flags.add_argument("--steps", type=int, default=20, help="steps (default: 20)")
-    flags.add_argument("--lr", type=float, default=task.ADAMW["lr"], help="learning rate (default: %(default)s)")
+    flags.add_argument(
+        "--lr", type=float, default=task.ADAMW["lr"], help="learning rate (default: %(default)s)"
+    )
     args = flags.parse_args()
     task.ADAMW["lr"] = args.lr
     shape = shape_of(args.shape)

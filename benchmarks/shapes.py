@@ -33,4 +33,7 @@ SHAPES = {
 def shape_of(text):
     """The Shape that "S" names, or "S,width=512": one of the three with some sizes changed."""
     name, *changes = text.split(",")
-    return replace(SHAPES[name], **{key: int(value) for key, value in (change.split("=") for change in changes)})
+    return replace(
+        SHAPES[name],
+        **{key: int(value) for key, value in (change.split("=") for change in changes)},
+    )

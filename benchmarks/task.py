@@ -8,7 +8,11 @@ from models import GPT
 from models.layer import key_for, unit_of, units
 
 SEED = 0
-ADAMW = {"lr": 2e-5, "betas": (0.9, 0.95), "eps": 1e-8}  # as early in a warm-up: training is calm, and rounding does not grow
+ADAMW = {
+    "lr": 2e-5,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+}  # as early in a warm-up: training is calm, and rounding does not grow
 WEIGHT_DECAY = 0.1  # of tensors of two and more dimensions
 CLIP = 1.0
 
@@ -41,7 +45,9 @@ class Batches:
 
     def __init__(self, shape, rank, size):
         self.shape, self.rank, self.size = shape, rank, size
-        text = np.frombuffer("".join(topics[key] for key in sorted(topics)).encode(), np.uint8).astype(np.int64)
+        text = np.frombuffer(
+            "".join(topics[key] for key in sorted(topics)).encode(), np.uint8
+        ).astype(np.int64)
         self.tokens = text if shape.vocab <= 256 else (text[:-1] * 256 + text[1:]) % shape.vocab
 
     def of_step(self, step):

@@ -49,7 +49,10 @@ class TorchGPT(nn.Module):
 
     def __init__(self, shape):
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(shape.vocab, shape.width), nn.Embedding(shape.context, shape.width)
+        self.wte, self.wpe = (
+            nn.Embedding(shape.vocab, shape.width),
+            nn.Embedding(shape.context, shape.width),
+        )
         self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.ln_f = nn.LayerNorm(shape.width)
 

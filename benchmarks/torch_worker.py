@@ -26,7 +26,9 @@ def main(shape_name, kind):
     if kind.startswith("deepspeed"):
         import deepspeed  # noqa: F401  (its memory counts as imports)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{os.environ[SOCKET]}.store", rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{os.environ[SOCKET]}.store", rank=rank, world_size=size
+    )
     turns, shape = Turns(), shape_of(shape_name)
     torch.manual_seed(task.SEED)
     with torch.device("meta") if kind.startswith("fsdp2") else nullcontext():
@@ -34,7 +36,11 @@ def main(shape_name, kind):
     if kind.startswith("fsdp2"):
         shard(model, reshard=kind.endswith("reshard"))
     load(model, task.initial_weights(task.model_of(shape)))
-    step = deepspeed_step(model, int(kind[-1]), shape) if kind.startswith("deepspeed") else torch_step(model, kind)
+    step = (
+        deepspeed_step(model, int(kind[-1]), shape)
+        if kind.startswith("deepspeed")
+        else torch_step(model, kind)
+    )
 
     def train_step(inputs, targets):
         return step(torch.from_numpy(inputs), torch.from_numpy(targets))
@@ -72,16 +78,25 @@ def groups(model):
     """Matrices decay, vectors do not."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
-    return [{"params": matrices, "weight_decay": task.WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    return [
+        {"params": matrices, "weight_decay": task.WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
 
 
 def torch_step(model, kind):
     """step(inputs, targets) -> this rank's mean loss. AdamW in its fused form, the fastest that PyTorch has on a CPU."""
     if kind == "ddp+zero":
-        optimizer = ZeroRedundancyOptimizer(groups(model), optimizer_class=torch.optim.AdamW, fused=True, **task.ADAMW)
+        optimizer = ZeroRedundancyOptimizer(
+            groups(model), optimizer_class=torch.optim.AdamW, fused=True, **task.ADAMW
+        )
     else:
         optimizer = torch.optim.AdamW(groups(model), fused=True, **task.ADAMW)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if kind.startswith("ddp") else model
+    wrapped = (
+        DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if kind.startswith("ddp")
+        else model
+    )
 
     def step(inputs, targets):
         optimizer.zero_grad(set_to_none=True)

@@ -27,7 +27,14 @@ def peak_bytes():
 
 def bare_bytes():
     """The same of a Python that imported only itself."""
-    return int(subprocess.run([sys.executable, "-c", BARE], capture_output=True, check=True, text=True).stdout) << 10
+    return (
+        int(
+            subprocess.run(
+                [sys.executable, "-c", BARE], capture_output=True, check=True, text=True
+            ).stdout
+        )
+        << 10
+    )
 
 
 def end_in_order():
@@ -50,7 +57,11 @@ class Contender:
         self._folder = tempfile.TemporaryDirectory(prefix="turns-")
         self._log = open(f"{self._folder.name}/log", "w+b")  # noqa: SIM115  (closed with the contender)
         path = f"{self._folder.name}/socket"
-        settings = os.environ | {"OMP_NUM_THREADS": "1", SOCKET: path, "PYTHONPATH": str(ROOT)} | dict(environment)
+        settings = (
+            os.environ
+            | {"OMP_NUM_THREADS": "1", SOCKET: path, "PYTHONPATH": str(ROOT)}
+            | dict(environment)
+        )
         try:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(path)
@@ -58,7 +69,9 @@ class Contender:
                 listener.settimeout(5)
                 self._processes = self._start([sys.executable, *arguments], settings, launched)
                 self._workers = [self._accept(listener) for _ in range(size)]
-            self.imports = [hello["imports"] for hello in self._answers()]  # peak bytes of each rank after its imports
+            self.imports = [
+                hello["imports"] for hello in self._answers()
+            ]  # peak bytes of each rank after its imports
             self._answers()  # ready
         except BaseException:
             self.close(at_once=True)
@@ -86,7 +99,10 @@ class Contender:
             try:
                 connection = listener.accept()[0]
             except TimeoutError:
-                if any(process.poll() is not None for process in self._processes) or perf_counter() - began > START_S:
+                if (
+                    any(process.poll() is not None for process in self._processes)
+                    or perf_counter() - began > START_S
+                ):
                     self._fail()
                 continue
             connection.settimeout(START_S)
@@ -100,7 +116,9 @@ class Contender:
 
     def _fail(self):
         self._log.seek(0)
-        lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()
+        ]
         raise RuntimeError(f"{self.name}: {lines[-1] if lines else 'ended without a word'}")
 
     def turn(self, steps):
@@ -109,10 +127,15 @@ class Contender:
             worker.write(f"{steps}\n")
             worker.flush()
         answers = self._answers()
-        seconds = [max(step) for step in zip(*(answer["seconds"] for answer in answers), strict=True)]
+        seconds = [
+            max(step) for step in zip(*(answer["seconds"] for answer in answers), strict=True)
+        ]
         self.seconds += seconds
         self.cpu += [max(step) for step in zip(*(answer["cpu"] for answer in answers), strict=True)]
-        self.losses += [sum(step) / self.size for step in zip(*(answer["losses"] for answer in answers), strict=True)]
+        self.losses += [
+            sum(step) / self.size
+            for step in zip(*(answer["losses"] for answer in answers), strict=True)
+        ]
         self.peaks = [answer["peak"] for answer in answers]
         self.extra = answers[0]["extra"]
         return seconds

@@ -15,7 +15,11 @@ def main(shape_name, stage):
     optimizer = zmpi.AdamW(**task.adamw_of_zmpi())
     zero = zmpi.ZeRO(task.model_of(shape), world, int(stage), optimizer, seed=task.SEED)
     batches = task.Batches(shape, world.rank, world.size)
-    turns.serve(batches, lambda inputs, targets: zero.train_step([(inputs, targets)]), extra=lambda: _blocked(zero))
+    turns.serve(
+        batches,
+        lambda inputs, targets: zero.train_step([(inputs, targets)]),
+        extra=lambda: _blocked(zero),
+    )
 
 
 def _blocked(zero):

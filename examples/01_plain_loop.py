@@ -15,25 +15,35 @@ model = MLP(layers=1, width=32, context=CONTEXT, vocab=256)
 weights = plain_weights(model, seed=0, dtype=np.float32)
 optimizer = AdamW(lr=1e-2)
 moments = {
-    (unit, name): {m: np.zeros_like(w).ravel() for m in ("m", "v")} for unit in weights for name, w in weights[unit].items()
+    (unit, name): {m: np.zeros_like(w).ravel() for m in ("m", "v")}
+    for unit in weights
+    for name, w in weights[unit].items()
 }
-batches = Batches(load_text("builtin", CONTEXT, 256), rank=0, size=1, micro_batch=64, last_only=True)
+batches = Batches(
+    load_text("builtin", CONTEXT, 256), rank=0, size=1, micro_batch=64, last_only=True
+)
 
 
 def update(weights, gradients):
     """Each parameter by itself: what ZeRO does with slices of them, this does with all of them."""
     for (unit, name), kept in moments.items():
         w = weights[unit][name]
-        owned = Slice(w.reshape(-1), gradients[unit][name].reshape(-1), kept, [(0, w.size, w.ndim >= 2)])
+        owned = Slice(
+            w.reshape(-1), gradients[unit][name].reshape(-1), kept, [(0, w.size, w.ndim >= 2)]
+        )
         optimizer.update(owned, t=step, factor=1.0)
 
 
 losses = []
 for step in range(1, 61):
-    losses.append(plain_step(model, weights, batches.of_step(seed=0, step=step, accumulate=1), update))
+    losses.append(
+        plain_step(model, weights, batches.of_step(seed=0, step=step, accumulate=1), update)
+    )
     if step % 10 == 0:
         print(f"step {step}: loss {losses[-1]:.3f}")
 state = sum(w.nbytes for named in weights.values() for w in named.values())
-print(f"this process held all of it: {state:,} bytes each of weights and gradients, {2 * state:,} of moments")
+print(
+    f"this process held all of it: {state:,} bytes each of weights and gradients, {2 * state:,} of moments"
+)
 assert losses[0] - losses[-1] > 2
 print("01 ok: the loss fell by more than 2 nat in 60 steps")

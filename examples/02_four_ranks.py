@@ -30,12 +30,16 @@ class Talking(Communicator):
 
     def all_gather(self, layout, shard, full):
         n = layout.elements
-        tell(f"  put together  {owners(layout.name)}: {n} weights, each rank sends its {layout.shard_length} to the others")
+        tell(
+            f"  put together  {owners(layout.name)}: {n} weights, each rank sends its {layout.shard_length} to the others"
+        )
         return super().all_gather(layout, shard, full)
 
     def reduce_scatter(self, layout, full, out, fresh):
         n = layout.elements
-        tell(f"  sum and share {owners(layout.name)}: {n} gradients, each rank keeps the sum of its {layout.shard_length}")
+        tell(
+            f"  sum and share {owners(layout.name)}: {n} gradients, each rank keeps the sum of its {layout.shard_length}"
+        )
         super().reduce_scatter(layout, full, out, fresh)
 
 
@@ -59,19 +63,30 @@ class TalkingZeRO(ZeRO):
 
 world = World(device="cpu")
 free = Unit.free
-Unit.free = lambda unit: (tell(f"  drop          {unit.layout.name}: only the slices are left"), free(unit))[1]  # for the story
+Unit.free = lambda unit: (
+    tell(f"  drop          {unit.layout.name}: only the slices are left"),
+    free(unit),
+)[1]  # for the story
 
 zero = TalkingZeRO(
-    MLP(layers=1, width=8, context=4, vocab=16), world, stage=3, optimizer=SGD(lr=0.1), policy=Policy(prefetch=0)
+    MLP(layers=1, width=8, context=4, vocab=16),
+    world,
+    stage=3,
+    optimizer=SGD(lr=0.1),
+    policy=Policy(prefetch=0),
 )
-inputs = np.random.default_rng(world.rank).integers(0, 16, (5, 4))  # each rank has its own five windows
+inputs = np.random.default_rng(world.rank).integers(
+    0, 16, (5, 4)
+)  # each rank has its own five windows
 tell(
     f"state kept apart: rank A owns the first slice of every unit, B the second, ...\n\nthe walk:\n{zero.schedule}\n\none step:"
 )
 zero.train_step([(inputs, inputs[:, 0])])
 
 owned = sum(sum(unit.owned_bytes().values()) for unit in zero.units.values())
-whole = sum(2 * unit.layout.padded * 4 for unit in zero.units.values())  # weights and gradients, float32
+whole = sum(
+    2 * unit.layout.padded * 4 for unit in zero.units.values()
+)  # weights and gradients, float32
 gathered = zero.ledger["comm"]["all_gather"]
 tell(
     f"\nkept: {owned:,} bytes a rank, {world.size * owned:,} in all;"

@@ -15,7 +15,9 @@ SHAPES = [(8, 32), (32, 1)]  # (in, out) of each layer
 def shard_of(layer):
     """This rank's slice of a layer's initial weights. Every rank draws the same ones, and keeps its part."""
     full = np.random.default_rng(layer).standard_normal(SHAPES[layer]) / np.sqrt(SHAPES[layer][0])
-    return np.resize(full, (size, -(-full.size // size)))[rank].copy()  # the last slice is filled up
+    return np.resize(full, (size, -(-full.size // size)))[
+        rank
+    ].copy()  # the last slice is filled up
 
 
 def gather(layer):
@@ -36,7 +38,9 @@ def reduce_scatter(layer, gradient):
 
 
 shards = [shard_of(layer) for layer in range(2)]
-velocities = [np.zeros_like(shard) for shard in shards]  # the optimizer's state is cut in the same way
+velocities = [
+    np.zeros_like(shard) for shard in shards
+]  # the optimizer's state is cut in the same way
 draw = np.random.default_rng(100 + rank)  # different data on every rank
 losses = []
 for _ in range(400):
@@ -47,11 +51,17 @@ for _ in range(400):
     hidden = np.tanh(x @ w)
     del w
     w = gather(1)  # the turn: the last layer's forward, the loss, and its backward in one visit
-    error = (hidden @ w - target) / (16 * size)  # divided by all ranks' samples, so that the sum is the mean
-    losses.append(comm.allreduce(float(np.sum(error**2)) * 8 * size))  # half the mean square, whose gradient is `error`
+    error = (hidden @ w - target) / (
+        16 * size
+    )  # divided by all ranks' samples, so that the sum is the mean
+    losses.append(
+        comm.allreduce(float(np.sum(error**2)) * 8 * size)
+    )  # half the mean square, whose gradient is `error`
     d_hidden = error @ w.T * (1 - hidden**2)
     del w
-    gradients = {1: reduce_scatter(1, hidden.T @ error)}  # backward: reduce as soon as a gradient is complete
+    gradients = {
+        1: reduce_scatter(1, hidden.T @ error)
+    }  # backward: reduce as soon as a gradient is complete
     gradients[0] = reduce_scatter(0, x.T @ d_hidden)  # the first layer's backward needs no weights
 
     for layer, gradient in gradients.items():  # every rank updates what it owns
@@ -60,7 +70,9 @@ for _ in range(400):
 
 start, end = np.mean(losses[:10]), np.mean(losses[-10:])
 if rank == 0:
-    print(f"loss {start:.4f} -> {end:.4f}; weights on this rank {sum(map(len, shards))} of {sum(map(np.prod, SHAPES))}")
+    print(
+        f"loss {start:.4f} -> {end:.4f}; weights on this rank {sum(map(len, shards))} of {sum(map(np.prod, SHAPES))}"
+    )
 assert end < start / 10, (start, end)
 if rank == 0:
     print(f"03 ok: the loss fell tenfold, with 1/{size} of the weights on each rank")

@@ -10,10 +10,18 @@ from zmpi.data import Batches, load_text
 
 CONTEXT = 8
 world = World(device="cpu")
-batches = Batches(load_text("builtin", CONTEXT, 256), world.rank, world.size, micro_batch=16, last_only=True)
+batches = Batches(
+    load_text("builtin", CONTEXT, 256), world.rank, world.size, micro_batch=16, last_only=True
+)
 losses = set()
 for stage in range(4):
-    zero = ZeRO(MLP(layers=2, width=48, context=CONTEXT, vocab=256), world, stage, AdamW(lr=3e-3, clip=1.0), seed=0)
+    zero = ZeRO(
+        MLP(layers=2, width=48, context=CONTEXT, vocab=256),
+        world,
+        stage,
+        AdamW(lr=3e-3, clip=1.0),
+        seed=0,
+    )
     for step in range(1, 21):
         loss = zero.train_step(batches.of_step(seed=0, step=step, accumulate=1))
     losses.add(loss)

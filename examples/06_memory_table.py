@@ -11,18 +11,28 @@ from models import GPT, units
 from zmpi.precision import RECIPES
 from zmpi.stages import STAGES, state_bytes
 
-layers, width, heads, context, vocab = map(int, sys.argv[1:6]) if len(sys.argv) > 5 else (12, 768, 12, 1024, 50257)
+layers, width, heads, context, vocab = (
+    map(int, sys.argv[1:6]) if len(sys.argv) > 5 else (12, 768, 12, 1024, 50257)
+)
 model = GPT(layers, width, heads, context, vocab)
 parameters = sum(prod(shape) for spec in units(model).values() for shape in spec.shapes.values())
 
 for name in ("float16", "float32"):
     recipe = RECIPES[name]
-    print(f"\n{parameters:,} parameters, {recipe.describe()}; GB per rank (1 GB = 1e9 bytes), section 5 of arXiv 1910.02054")
+    print(
+        f"\n{parameters:,} parameters, {recipe.describe()}; GB per rank (1 GB = 1e9 bytes), section 5 of arXiv 1910.02054"
+    )
     print("ranks   " + "".join(f"{f'stage {stage.number}':>10}" for stage in STAGES))
     for ranks in (1, 4, 16, 64, 256, 1024):
-        row = [sum(state_bytes(stage, parameters, ranks, recipe).values()) / 1e9 for stage in STAGES]
+        row = [
+            sum(state_bytes(stage, parameters, ranks, recipe).values()) / 1e9 for stage in STAGES
+        ]
         print(f"{ranks:<8}" + "".join(f"{gigabytes:10.3f}" for gigabytes in row))
 
-figure_1 = [sum(state_bytes(stage, 7.5e9, 64, RECIPES["float16"]).values()) / 1e9 for stage in STAGES]
+figure_1 = [
+    sum(state_bytes(stage, 7.5e9, 64, RECIPES["float16"]).values()) / 1e9 for stage in STAGES
+]
 assert [f"{gigabytes:.3g}" for gigabytes in figure_1] == ["120", "31.4", "16.6", "1.88"]
-print("06 ok: for 7.5B parameters on 64 ranks it is 120, 31.4, 16.6 and 1.9 GB, as in the paper's Figure 1")
+print(
+    "06 ok: for 7.5B parameters on 64 ranks it is 120, 31.4, 16.6 and 1.9 GB, as in the paper's Figure 1"
+)

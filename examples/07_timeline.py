@@ -13,10 +13,21 @@ from zmpi.data import Batches, load_text
 from zmpi.trace import Trace, aligned
 
 COLUMNS = 100
-MARKS = {"gather": "g", "wait": "w", "forward": "F", "backward": "B", "free": ".", "reduce": "R", "update": "U", "agree": "a"}
+MARKS = {
+    "gather": "g",
+    "wait": "w",
+    "forward": "F",
+    "backward": "B",
+    "free": ".",
+    "reduce": "R",
+    "update": "U",
+    "agree": "a",
+}
 
 world = World(device="cpu")
-batches = Batches(load_text("builtin", 32, 256), world.rank, world.size, micro_batch=8, last_only=False)
+batches = Batches(
+    load_text("builtin", 32, 256), world.rank, world.size, micro_batch=8, last_only=False
+)
 engine = watched(ZeRO, Trace)
 zero = engine(GPT(3, 64, 4, 32, 256), world, stage=3, optimizer=AdamW(lr=3e-3), seed=0)
 for step in range(1, 4):
@@ -24,14 +35,21 @@ for step in range(1, 4):
 lanes = aligned(world, zero.ledger.events())
 
 if world.rank == 0:
-    lanes = [[event for event in lane if event["step"] == 3 and event["verb"] in MARKS] for lane in lanes]
+    lanes = [
+        [event for event in lane if event["step"] == 3 and event["verb"] in MARKS] for lane in lanes
+    ]
     first = min(event["start"] for lane in lanes for event in lane)
     last = max(event["end"] for lane in lanes for event in lane)
-    print(f"step 3, {(last - first) * 1e3:.1f} ms from left to right; " + ", ".join(f"{m} {verb}" for verb, m in MARKS.items()))
+    print(
+        f"step 3, {(last - first) * 1e3:.1f} ms from left to right; "
+        + ", ".join(f"{m} {verb}" for verb, m in MARKS.items())
+    )
     for rank, lane in enumerate(lanes):
         row = [" "] * COLUMNS
         for event in lane:
-            start, stop = (round((event[edge] - first) / (last - first) * COLUMNS) for edge in ("start", "end"))
+            start, stop = (
+                round((event[edge] - first) / (last - first) * COLUMNS) for edge in ("start", "end")
+            )
             row[start : max(start + 1, stop)] = MARKS[event["verb"]] * max(1, stop - start)
         print(f"rank {rank} |{''.join(row[:COLUMNS])}|")
     print("\nrank 0, in order:")
@@ -40,7 +58,15 @@ if world.rank == 0:
         order = [(event["verb"], event["name"]) for event in lane]
         for block in ("h.0", "h.1", "h.2"):  # twice each: for its forward, and for its backward
             waits = [i for i, event in enumerate(order) if event == ("wait", block)]
-            uses = [i for i, (verb, name) in enumerate(order) if verb in ("forward", "backward") and name == block]
+            uses = [
+                i
+                for i, (verb, name) in enumerate(order)
+                if verb in ("forward", "backward") and name == block
+            ]
             assert len(waits) == len(uses) == 2 and waits[0] < uses[0] < waits[1] < uses[1], order
-        assert not any(verb in ("gather", "wait") for verb, _ in order[order.index(("update", "outer")) :]), order
-    print("07 ok: on every rank each layer was put together before it was used, and nothing was left at the update")
+        assert not any(
+            verb in ("gather", "wait") for verb, _ in order[order.index(("update", "outer")) :]
+        ), order
+    print(
+        "07 ok: on every rank each layer was put together before it was used, and nothing was left at the update"
+    )

@@ -12,17 +12,28 @@ from zmpi.data import Batches, load_text
 
 STEPS, CONTEXT = 40, 32
 world = World(device="cpu")
-batches = Batches(load_text("builtin", CONTEXT, 256), world.rank, world.size, micro_batch=4, last_only=False)
+batches = Batches(
+    load_text("builtin", CONTEXT, 256), world.rank, world.size, micro_batch=4, last_only=False
+)
 losses = []
 for stage in range(4):
     zero = ZeRO(GPT(2, 48, 4, CONTEXT, 256), world, stage, AdamW(lr=5e-3, clip=1.0), seed=0)
-    losses.append([zero.train_step(batches.of_step(seed=0, step=step, accumulate=1)) for step in range(1, STEPS + 1)])
+    losses.append(
+        [
+            zero.train_step(batches.of_step(seed=0, step=step, accumulate=1))
+            for step in range(1, STEPS + 1)
+        ]
+    )
 
 if world.rank == 0:
     low, high = min(losses[0]), max(losses[0])
     for step in range(0, STEPS, 4):  # one row for the four stages: their marks fall on one place
         places = {round(50 * (losses[stage][step] - low) / (high - low)) for stage in range(4)}
-        print(f"{step + 1:3} " + "".join("*" if place in places else " " for place in range(51)) + f" {losses[0][step]:.4f}")
+        print(
+            f"{step + 1:3} "
+            + "".join("*" if place in places else " " for place in range(51))
+            + f" {losses[0][step]:.4f}"
+        )
     if len(sys.argv) > 1:
         import matplotlib.pyplot as plt
 

@@ -23,11 +23,15 @@ class Quantised(Communicator):
         blocks = np.zeros((-(-len(shard) // BLOCK), BLOCK), np.float32)
         blocks.reshape(-1)[: len(shard)] = shard
         scales = np.abs(blocks).max(axis=1, keepdims=True) / 127 + 1e-30
-        message = np.concatenate([np.rint(blocks / scales).astype(np.int8).view(np.uint8), scales.view(np.uint8)], axis=1)
+        message = np.concatenate(
+            [np.rint(blocks / scales).astype(np.int8).view(np.uint8), scales.view(np.uint8)], axis=1
+        )
         everyone = np.empty((self.shards, *message.shape), np.uint8)
         request = self.mpi.Iallgather(message, everyone)
         sent = (self.shards - 1) * message.nbytes
-        self.ledger.book("all_gather", layout.name, calls=1, elements=layout.elements, bytes_sent=sent)
+        self.ledger.book(
+            "all_gather", layout.name, calls=1, elements=layout.elements, bytes_sent=sent
+        )
         self.in_flight += 1
         return Dequantise(self, layout.name, [request], (message, everyone, full))
 
@@ -38,7 +42,9 @@ class Dequantise(Gather):
     def wait(self):
         _, everyone, full = self._vectors
         super().wait()
-        weights = everyone[..., :BLOCK].view(np.int8) * everyone[..., BLOCK:].copy().view(np.float32)
+        weights = everyone[..., :BLOCK].view(np.int8) * everyone[..., BLOCK:].copy().view(
+            np.float32
+        )
         shards = len(everyone)
         full.reshape(shards, -1)[...] = weights.reshape(shards, -1)[:, : len(full) // shards]
 
@@ -53,7 +59,9 @@ def main():
         make_communicator = Quantised
 
     world = World(device="cpu")
-    batches = Batches(load_text("builtin", 32, 256), world.rank, world.size, micro_batch=4, last_only=False)
+    batches = Batches(
+        load_text("builtin", 32, 256), world.rank, world.size, micro_batch=4, last_only=False
+    )
     sent, losses = [], []
     # A rate below where training has spikes: at 3e-3 two runs of different roundings end up to 1.6% apart on some texts.
     for engine in (ZeRO, QuantisedZeRO):
@@ -68,7 +76,9 @@ def main():
     off = abs(quantised / plain - 1)
     assert off < 0.01, off
     if world.rank == 0:
-        print(f"predicted: (1 + 4/{BLOCK}) of 4 bytes a weight, {(1 + 4 / BLOCK) / 4:.1%}; loss off by {off:.2%}")
+        print(
+            f"predicted: (1 + 4/{BLOCK}) of 4 bytes a weight, {(1 + 4 / BLOCK) / 4:.1%}; loss off by {off:.2%}"
+        )
         print(f"09 ok: {sent[1] / sent[0]:.0%} of the bytes, and a loss within 1% after 200 steps")
 
 

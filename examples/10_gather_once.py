@@ -15,8 +15,14 @@ from zmpi.schedule import Schedule, training_schedule
 def gather_once(layers, units):
     """The training schedule with every unit gathered at its first visit and freed after the last that needs it."""
     walk = training_schedule(layers, units)
-    needs = {unit: [i for i, visit in enumerate(walk) if visit.unit == unit and visit.weights] for unit in units}
-    return Schedule(replace(v, gather=i == needs[v.unit][0], free=i == needs[v.unit][-1]) for i, v in enumerate(walk))
+    needs = {
+        unit: [i for i, visit in enumerate(walk) if visit.unit == unit and visit.weights]
+        for unit in units
+    }
+    return Schedule(
+        replace(v, gather=i == needs[v.unit][0], free=i == needs[v.unit][-1])
+        for i, v in enumerate(walk)
+    )
 
 
 class GatherOnce(ZeRO):
@@ -32,19 +38,27 @@ def main():
     from zmpi.data import Batches, load_text
 
     world = World(device="cpu")
-    batches = Batches(load_text("builtin", 32, 256), world.rank, world.size, micro_batch=4, last_only=False)
+    batches = Batches(
+        load_text("builtin", 32, 256), world.rank, world.size, micro_batch=4, last_only=False
+    )
     moved, losses = [], []
     for engine in (ZeRO, GatherOnce):
         zero = engine(GPT(3, 48, 4, 32, 256), world, 3, AdamW(lr=3e-3), seed=0)
         losses.append([zero.train_step(batches.of_step(0, step, 1)) for step in range(1, 6)])
         comm, full = zero.ledger["comm"], zero.ledger["memory"]["full_peak"]
         parameters = sum(unit.layout.elements for unit in zero.units.values())
-        moved.append((comm["all_gather"]["elements"] + comm["reduce_scatter"]["elements"]) / parameters)
+        moved.append(
+            (comm["all_gather"]["elements"] + comm["reduce_scatter"]["elements"]) / parameters
+        )
         if world.rank == 0:
-            print(f"{engine.__name__}: {moved[-1]:g} elements a parameter, full vectors of {full:,} bytes\n{zero.schedule}\n")
+            print(
+                f"{engine.__name__}: {moved[-1]:g} elements a parameter, full vectors of {full:,} bytes\n{zero.schedule}\n"
+            )
     assert losses[0] == losses[1] and moved == [3, 2]
     if world.rank == 0:
-        print("10 ok: 2 instead of 3 elements moved a parameter, the same bits, and the whole model alive at the turn")
+        print(
+            "10 ok: 2 instead of 3 elements moved a parameter, the same bits, and the whole model alive at the turn"
+        )
 
 
 if __name__ == "__main__":

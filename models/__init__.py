@@ -7,4 +7,14 @@ from models.layer import Layer, UnitSpec, key_for, plain_step, plain_weights, un
 from models.mlp import MLP
 from models.transformer import GPT
 
-__all__ = ["GPT", "MLP", "Layer", "UnitSpec", "key_for", "plain_step", "plain_weights", "unit_of", "units"]
+__all__ = [
+    "GPT",
+    "MLP",
+    "Layer",
+    "UnitSpec",
+    "key_for",
+    "plain_step",
+    "plain_weights",
+    "unit_of",
+    "units",
+]

@@ -10,8 +10,12 @@ import numpy as np
 
 from models.twins import on_gpu
 
-ROWS = 64  # rows of scores at once: small blocks skip more of the future, large ones multiply faster
-SCORES = 1 << 17  # at once, at most, where one sequence's are fewer: 512 KiB of float32, half of a level 2 cache
+ROWS = (
+    64  # rows of scores at once: small blocks skip more of the future, large ones multiply faster
+)
+SCORES = (
+    1 << 17
+)  # at once, at most, where one sequence's are fewer: 512 KiB of float32, half of a level 2 cache
 
 
 def by_head(x_TF, heads):
@@ -88,7 +92,11 @@ def attention_backward(dy_BTC, qkv_BTF, y_BTC, lse_BHT1):
     dq_BHTD, dk_BHTD, dv_BHTD = queries_keys_values(dqkv_BTF, heads)
     sum_BHT1 = by_head(dy_BTC * y_BTC, heads).sum(axis=-1, keepdims=True)
     for b, rows, seen in attention_blocks(B, heads, T):
-        q_bHRD, k_bHSD, dy_bHRD = q_BHTD[b, :, rows] * scale, k_BHTD[b, :, seen], dy_BHTD[b, :, rows]
+        q_bHRD, k_bHSD, dy_bHRD = (
+            q_BHTD[b, :, rows] * scale,
+            k_BHTD[b, :, seen],
+            dy_BHTD[b, :, rows],
+        )
         dk_bHSD, dv_bHSD = dk_BHTD[b, :, seen], dv_BHTD[b, :, seen]
         p_bHRS = attention_scores(q_bHRD, k_bHSD, mask)
         p_bHRS -= lse_BHT1[b, :, rows]

@@ -36,8 +36,12 @@ class Cache:
         if isinstance(layer, Embedding):
             return layer.forward(w, x, start=self.length)[0]
         if isinstance(layer, Block):
-            return layer.forward(w, x, attend=lambda qkv, heads: self._attend(layer.name, qkv, heads))[0]
-        return layer.forward(w, x[:, -1:])[0]  # the head: only what follows the last position is asked for
+            return layer.forward(
+                w, x, attend=lambda qkv, heads: self._attend(layer.name, qkv, heads)
+            )[0]
+        return layer.forward(w, x[:, -1:])[
+            0
+        ]  # the head: only what follows the last position is asked for
 
     def _attend(self, name, qkv_BRF, heads):
         """attention with the positions before these; they are kept."""
@@ -49,8 +53,15 @@ class Cache:
         y_BRC = np.empty_like(qkv_BRF, shape=(B, R, F // 3))
         new = slice(self.length, self.length + R)
         for b in range(B):
-            q_HRD, keys_BHTD[b, :, new], values_BHTD[b, :, new] = by_head(qkv_BRF[b], 3 * heads).reshape(3, heads, R, -1)
-            attention_to_all(q_HRD, keys_BHTD[b, :, : new.stop], values_BHTD[b, :, : new.stop], by_head(y_BRC[b], heads))
+            q_HRD, keys_BHTD[b, :, new], values_BHTD[b, :, new] = by_head(
+                qkv_BRF[b], 3 * heads
+            ).reshape(3, heads, R, -1)
+            attention_to_all(
+                q_HRD,
+                keys_BHTD[b, :, : new.stop],
+                values_BHTD[b, :, : new.stop],
+                by_head(y_BRC[b], heads),
+            )
         return y_BRC, None
 
 

@@ -18,7 +18,12 @@ from models.ops import EPS, flat_rows
 
 THREADS = 256  # of a block: 8 rows, where a row has 32 lanes
 PARTS = 128  # into which rows are cut for sums over columns: a number that no device changes
-DEFINES = {"float16": "-DFLOAT16", "bfloat16": "-DBFLOAT16", "float32": "-DFLOAT32", "float64": "-DFLOAT64"}
+DEFINES = {
+    "float16": "-DFLOAT16",
+    "bfloat16": "-DBFLOAT16",
+    "float32": "-DFLOAT32",
+    "float64": "-DFLOAT64",
+}
 CUDA_TYPES = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1}  # cudaDataType_t
 PRELUDE, SOURCE = (Path(__file__).with_name(name) for name in ("prelude.cuh", "kernels.cu"))
 NOTHING = np.uint64(0)  # a pointer to nothing
@@ -34,7 +39,9 @@ def compiled(source, kind):
 def launch(name, kind, size, *arguments, source=SOURCE):
     """Queue a kernel for arrays of the type `kind`, with `size` threads in all. Whole numbers are passed as Index."""
     passed = [np.int64(value) if isinstance(value, int) else value for value in arguments]
-    compiled(source, str(kind)).get_function(name)((max(1, -(-size // THREADS)),), (THREADS,), passed)
+    compiled(source, str(kind)).get_function(name)(
+        (max(1, -(-size // THREADS)),), (THREADS,), passed
+    )
 
 
 def wide(x):
@@ -56,9 +63,13 @@ def multiply(a_BMK, b_BKN, out_BMN, accumulate=False):
     CuPy's own matmul casts float16 to float32 for more than two axes, and knows no bfloat16 there.
     """
     (B, M, K), N = a_BMK.shape, b_BKN.shape[2]
-    (a, of_a, row_a), (b, of_b, row_b), (out, of_out, row_out) = map(_operand, (a_BMK, b_BKN, out_BMN))
+    (a, of_a, row_a), (b, of_b, row_b), (out, of_out, row_out) = map(
+        _operand, (a_BMK, b_BKN, out_BMN)
+    )
     if of_out or out is not out_BMN:
-        raise ValueError(f"product: expected rows of neighbours to write to, got strides {out_BMN.strides}")
+        raise ValueError(
+            f"product: expected rows of neighbours to write to, got strides {out_BMN.strides}"
+        )
     scalar = wide(out)
     one, beta = np.ones((), scalar), np.full((), float(accumulate), scalar)
     kind = {name: CUDA_TYPES[str(x.dtype)] for name, x in (("a", a), ("b", b), ("out", out))}
@@ -123,7 +134,17 @@ def _whole_blocks(threads):
 
 def _add_parts(partial, first, second=NOTHING):
     parts, count = len(partial), 1 if second is NOTHING else 2
-    launch("add_parts", partial.dtype, partial[0].size, partial, first, second, parts, count, len(first))
+    launch(
+        "add_parts",
+        partial.dtype,
+        partial[0].size,
+        partial,
+        first,
+        second,
+        parts,
+        count,
+        len(first),
+    )
 
 
 # ---- GELU ------------------------------------------------------------------------------------------------------------
@@ -149,7 +170,17 @@ def gelu_backward(dy, x):
 def bias_gelu_backward(dy, slope, db_F):
     N, F = flat_rows(slope).shape
     partial = cupy.empty((PARTS, F), wide(slope))
-    launch("bias_gelu_backward", dy.dtype, PARTS * _whole_blocks(F), _same(dy), whole(slope), partial, N, F, PARTS)
+    launch(
+        "bias_gelu_backward",
+        dy.dtype,
+        PARTS * _whole_blocks(F),
+        _same(dy),
+        whole(slope),
+        partial,
+        N,
+        F,
+        PARTS,
+    )
     _add_parts(partial, db_F)
     return dy.reshape(slope.shape)
 
@@ -157,7 +188,9 @@ def bias_gelu_backward(dy, slope, db_F):
 def _same(x):
     """x, which is written over: it must be contiguous."""
     if not x.flags.c_contiguous:
-        raise ValueError(f"expected contiguous memory to write over, got shape {x.shape}, strides {x.strides}")
+        raise ValueError(
+            f"expected contiguous memory to write over, got shape {x.shape}, strides {x.strides}"
+        )
     return x
 
 
@@ -167,7 +200,11 @@ def _same(x):
 def layer_norm(x, gain_C, bias_C):
     x = whole(x)
     N, C = flat_rows(x).shape
-    y, x_hat, rstd_N1 = cupy.empty(x.shape, x.dtype), cupy.empty(x.shape, x.dtype), cupy.empty((N, 1), wide(x))
+    y, x_hat, rstd_N1 = (
+        cupy.empty(x.shape, x.dtype),
+        cupy.empty(x.shape, x.dtype),
+        cupy.empty((N, 1), wide(x)),
+    )
     arrays = x, whole(gain_C), whole(bias_C), y, x_hat, rstd_N1
     launch("layer_norm", x.dtype, 32 * N, *arrays, N, C, rstd_N1.dtype.type(EPS))
     return y, (x_hat, rstd_N1)
@@ -177,7 +214,18 @@ def layer_norm_backward(dy, saved, gain_C, dgain_C, dbias_C):
     x_hat, rstd_N1 = saved
     N, C = flat_rows(x_hat).shape
     partial = cupy.empty((PARTS, 2, C), rstd_N1.dtype)
-    launch("layer_norm_backward", dy.dtype, PARTS * THREADS, _same(dy), x_hat, rstd_N1, whole(gain_C), partial, N, C)
+    launch(
+        "layer_norm_backward",
+        dy.dtype,
+        PARTS * THREADS,
+        _same(dy),
+        x_hat,
+        rstd_N1,
+        whole(gain_C),
+        partial,
+        N,
+        C,
+    )
     _add_parts(partial, dgain_C, dbias_C)
     return dy.reshape(x_hat.shape)
 
@@ -201,7 +249,17 @@ def attention(qkv_BTF, heads):
     for b in range(B):
         q_HTD, k_HTD, v_HTD = _parts(qkv_BTF[b], heads)
         multiply(q_HTD, k_HTD.swapaxes(1, 2), scores_HTT)
-        launch("causal_softmax", y_BTC.dtype, 32 * heads * T, scores_HTT, p_HTT, lse_BHT1[b], heads * T, T, scale)
+        launch(
+            "causal_softmax",
+            y_BTC.dtype,
+            32 * heads * T,
+            scores_HTT,
+            p_HTT,
+            lse_BHT1[b],
+            heads * T,
+            T,
+            scale,
+        )
         multiply(p_HTT, v_HTD, by_head(y_BTC[b], heads))
     return y_BTC, lse_BHT1
 
@@ -219,7 +277,9 @@ def attention_backward(dy_BTC, qkv_BTF, y_BTC, lse_BHT1):
         multiply(q_HTD, k_HTD.swapaxes(1, 2), scores_HTT)
         multiply(dy_HTD, v_HTD.swapaxes(1, 2), dp_HTT)
         arrays = scores_HTT, dp_HTT, lse_BHT1[b], dy_BTC[b], y_BTC[b], p_HTT, ds_HTT
-        launch("causal_softmax_backward", y_BTC.dtype, 32 * heads * T, *arrays, heads * T, T, D, scale)
+        launch(
+            "causal_softmax_backward", y_BTC.dtype, 32 * heads * T, *arrays, heads * T, T, D, scale
+        )
         multiply(p_HTT.swapaxes(1, 2), dy_HTD, dv_HTD)
         multiply(ds_HTT.swapaxes(1, 2), q_HTD, dk_HTD)
         multiply(ds_HTT, k_HTD, dq_HTD)
@@ -236,7 +296,9 @@ def _squares(x_BTF, heads):
 def attention_to_all(q_HRD, k_HSD, v_HSD, y_HRD):
     """As cached.attention_to_all, in float32: CuPy's own products of three axes know no bfloat16."""
     y = cupy.empty(y_HRD.shape, wide(y_HRD))
-    cached.attention_to_all.__wrapped__(*(x.astype(y.dtype, copy=False) for x in (q_HRD, k_HSD, v_HSD)), y)
+    cached.attention_to_all.__wrapped__(
+        *(x.astype(y.dtype, copy=False) for x in (q_HRD, k_HSD, v_HSD)), y
+    )
     y_HRD[...] = y
 
 
@@ -246,7 +308,9 @@ def attention_to_all(q_HRD, k_HSD, v_HSD, y_HRD):
 def embedding_backward(dy, tokens, dw_VC):
     dy_NC, tokens_N = whole(flat_rows(dy)), whole(tokens.reshape(-1).astype(np.int64, copy=False))
     order_N = cupy.argsort(tokens_N).astype(np.int64, copy=False)  # CuPy's sort is stable
-    launch("embedding_backward", dy.dtype, dy_NC.size, dy_NC, tokens_N, order_N, dw_VC, *dy_NC.shape)
+    launch(
+        "embedding_backward", dy.dtype, dy_NC.size, dy_NC, tokens_N, order_N, dw_VC, *dy_NC.shape
+    )
 
 
 def cross_entropy(logits_NV, targets_N, divisor):

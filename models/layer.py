@@ -60,10 +60,14 @@ def units(model) -> dict[str, UnitSpec]:
         prefix = "" if layer.unit else f"{layer.name}."
         spec = specs.setdefault(unit, UnitSpec(prefix, {}))
         if spec.prefix != prefix or (prefix and spec.shapes):
-            raise ValueError(f"unit {unit}: two layers use this name, and not both say that they share it")
+            raise ValueError(
+                f"unit {unit}: two layers use this name, and not both say that they share it"
+            )
         for name, shape in layer.shapes().items():
             if spec.shapes.setdefault(name, shape) != shape:
-                raise ValueError(f"unit {unit}: {name} has shape {spec.shapes[name]} in one layer, {shape} in another")
+                raise ValueError(
+                    f"unit {unit}: {name} has shape {spec.shapes[name]} in one layer, {shape} in another"
+                )
     return specs
 
 
@@ -115,7 +119,9 @@ def plain_step(model, weights, micro_batches, update):
     """
     counted = sum(int((targets >= 0).sum()) for _, targets in micro_batches)
     if counted == 0:
-        raise ValueError(f"targets: none of {len(micro_batches)} micro-batches has one that counts (0 or above)")
+        raise ValueError(
+            f"targets: none of {len(micro_batches)} micro-batches has one that counts (0 or above)"
+        )
     gradients, loss_sum = zeros_like(weights), 0.0
     for inputs, targets in micro_batches:
         partial = zeros_like(weights)
@@ -143,4 +149,7 @@ def forward_backward(model, weights, partial, micro_batch, divisor):
 
 def zeros_like(weights):
     """Zeros of the same names and shapes."""
-    return {unit: {name: np.zeros_like(array) for name, array in w.items()} for unit, w in weights.items()}
+    return {
+        unit: {name: np.zeros_like(array) for name, array in w.items()}
+        for unit, w in weights.items()
+    }

@@ -48,7 +48,9 @@ class Embed(Layer):
     def forward(self, w, tokens_BT):
         """Raises ValueError for windows of another length than the context."""
         if tokens_BT.shape[1] != self.context:
-            raise ValueError(f"inputs: {tokens_BT.shape[1]} tokens a window, the context is {self.context}")
+            raise ValueError(
+                f"inputs: {tokens_BT.shape[1]} tokens a window, the context is {self.context}"
+            )
         return embedding(tokens_BT, w["weight"]).reshape(len(tokens_BT), -1), tokens_BT
 
     def backward(self, w, dw, saved, dy_BF):

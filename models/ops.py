@@ -15,7 +15,9 @@ import numpy as np
 from models.twins import on_gpu
 
 BLOCK = 1 << 16  # elements: 256 KiB of float32, a few of which fit into a level 2 cache
-PRODUCT = 1 << 20  # elements of a block of a matrix product: 4 MiB, large enough to multiply at full speed
+PRODUCT = (
+    1 << 20
+)  # elements of a block of a matrix product: 4 MiB, large enough to multiply at full speed
 EPS = 1e-5  # layer norm, as in GPT-2
 GELU_0, GELU_1 = math.sqrt(2 / math.pi), 0.044715 * math.sqrt(2 / math.pi)
 
@@ -42,7 +44,9 @@ def column_sums(x_NF):
 
 def add_product(dw_MN, a_MK, b_KN):
     """dw += a @ b. On a GPU dw may be wider than a and b, and what is added is not rounded to their 16 bits."""
-    for rows in row_blocks(dw_MN, PRODUCT):  # a product as large as an embedding is never held beside dw
+    for rows in row_blocks(
+        dw_MN, PRODUCT
+    ):  # a product as large as an embedding is never held beside dw
         dw_RN = dw_MN[rows]
         dw_RN += np.matmul(a_MK[rows], b_KN)
 
@@ -120,7 +124,9 @@ def layer_norm(x, gain_C, bias_C):
     x_hat, y = np.empty_like(x), np.empty_like(x)
     x_NC, hat_NC, y_NC = flat_rows(x), flat_rows(x_hat), flat_rows(y)
     rstd_N1 = np.empty_like(x, shape=(len(x_NC), 1))
-    mean_C1 = np.full_like(x, 1 / x.shape[-1], shape=(x.shape[-1], 1))  # x @ mean: the mean of each row
+    mean_C1 = np.full_like(
+        x, 1 / x.shape[-1], shape=(x.shape[-1], 1)
+    )  # x @ mean: the mean of each row
     for rows in row_blocks(x_NC):
         hat_RC, y_RC, rstd_R1 = hat_NC[rows], y_NC[rows], rstd_N1[rows]
         np.subtract(x_NC[rows], np.matmul(x_NC[rows], mean_C1), out=hat_RC)
@@ -209,5 +215,7 @@ def cross_entropy(logits_NV, targets_N, divisor):
 
 # On a GPU the fused twins of kernels.py take over: CuPy's arrays are handed to them.
 add_product, linear, linear_backward = map(on_gpu, (add_product, linear, linear_backward))
-gelu, gelu_backward, layer_norm, layer_norm_backward = map(on_gpu, (gelu, gelu_backward, layer_norm, layer_norm_backward))
+gelu, gelu_backward, layer_norm, layer_norm_backward = map(
+    on_gpu, (gelu, gelu_backward, layer_norm, layer_norm_backward)
+)
 embedding_backward, cross_entropy = map(on_gpu, (embedding_backward, cross_entropy))

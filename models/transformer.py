@@ -34,8 +34,17 @@ class GPT:
         check_sizes(layers=layers, width=width, heads=heads, context=context, vocab=vocab)
         if width % heads:
             raise ValueError(f"heads: {heads} does not divide width {width}")
-        self.depth, self.width, self.heads, self.context, self.vocab = layers, width, heads, context, vocab
-        blocks = [Block(f"h.{i}", width, heads, residual_std=0.02 / math.sqrt(2 * layers)) for i in range(layers)]
+        self.depth, self.width, self.heads, self.context, self.vocab = (
+            layers,
+            width,
+            heads,
+            context,
+            vocab,
+        )
+        blocks = [
+            Block(f"h.{i}", width, heads, residual_std=0.02 / math.sqrt(2 * layers))
+            for i in range(layers)
+        ]
         self.layers = [Embedding(width, context, vocab), *blocks, Head(width, vocab)]
 
     def loss(self, logits_BTV, targets_BT, divisor):
@@ -131,7 +140,17 @@ class Block(Layer):
         active_BTF, slope_BTF = bias_gelu(hidden_BTF, w["mlp.c_fc.bias"]), hidden_BTF
         y_BTC = linear(active_BTF, *parameters(w, "mlp.c_proj"))
         y_BTC += mid_BTC
-        return y_BTC, (in_1_BTC, norm_1, qkv_BTF, mixed_BTC, lse, in_2_BTC, norm_2, active_BTF, slope_BTF)
+        return y_BTC, (
+            in_1_BTC,
+            norm_1,
+            qkv_BTF,
+            mixed_BTC,
+            lse,
+            in_2_BTC,
+            norm_2,
+            active_BTF,
+            slope_BTF,
+        )
 
     def backward(self, w, dw, saved, dy_BTC):
         in_1_BTC, norm_1, qkv_BTF, mixed_BTC, lse, in_2_BTC, norm_2, active_BTF, slope_BTF = saved

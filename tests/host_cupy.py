@@ -48,7 +48,9 @@ def cuda_includes():
     """The folder of CUDA's headers, where the packages of the extra `kernels` are installed, or None."""
     needed = ("cuda_bf16.h", "crt", "nv/target")  # of nvidia-cuda-runtime, -crt and -cccl
     folders = [folder for path in sys.path for folder in Path(path).glob("nvidia/cu*/include")]
-    return next((folder for folder in folders if all((folder / name).exists() for name in needed)), None)
+    return next(
+        (folder for folder in folders if all((folder / name).exists() for name in needed)), None
+    )
 
 
 class ndarray(np.ndarray):
@@ -71,7 +73,9 @@ class RawModule:
     """The kernels of a source, compiled for the CPU."""
 
     def __init__(self, code, options):
-        self.kernels = dict(re.findall(r"^GLOBAL (\w+)\((.*?)\) \{\n", code, re.DOTALL | re.MULTILINE))
+        self.kernels = dict(
+            re.findall(r"^GLOBAL (\w+)\((.*?)\) \{\n", code, re.DOTALL | re.MULTILINE)
+        )
         self.in_turn = {name for name in self.kernels if "__syncthreads" in _body(code, name)}
         self.library = _compiled(code, tuple(options), tuple(self.kernels.items()))
 
@@ -79,9 +83,17 @@ class RawModule:
         function, declared = self.library[f"on_cpu_{name}"], self.kernels[name].split(",")
 
         def launch(grid, block, arguments):
-            assert len(arguments) == len(declared), f"{name} takes {len(declared)}, got {len(arguments)}"
-            threads = 1 if name in self.in_turn else block[0]  # between two of its parts all threads wait: here, one does all
-            function(grid[0], threads, *(_passed(a, d.strip()) for a, d in zip(arguments, declared, strict=True)))
+            assert len(arguments) == len(declared), (
+                f"{name} takes {len(declared)}, got {len(arguments)}"
+            )
+            threads = (
+                1 if name in self.in_turn else block[0]
+            )  # between two of its parts all threads wait: here, one does all
+            function(
+                grid[0],
+                threads,
+                *(_passed(a, d.strip()) for a, d in zip(arguments, declared, strict=True)),
+            )
 
         return launch
 
@@ -97,7 +109,11 @@ def _passed(argument, declared):
         assert "*" in declared and argument.flags.c_contiguous, declared
         assert not declared.startswith("const T") or argument.dtype.itemsize <= 8
         return ctypes.c_void_p(argument.__array_interface__["data"][0])
-    kinds = {np.int64: ("Index", ctypes.c_int64), np.int32: ("int", ctypes.c_int32), np.float32: ("W", ctypes.c_float)}
+    kinds = {
+        np.int64: ("Index", ctypes.c_int64),
+        np.int32: ("int", ctypes.c_int32),
+        np.float32: ("W", ctypes.c_float),
+    }
     kinds |= {np.float64: ("W", ctypes.c_double), np.uint64: ("*", ctypes.c_void_p)}
     word, kind = kinds[type(argument)]
     assert word in declared, f"{declared}: got {type(argument).__name__}"
@@ -107,14 +123,29 @@ def _passed(argument, declared):
 @cache
 def _compiled(code, options, kernels):
     loops = [
-        LOOP.format(name=name, declared=declared, passed=", ".join(re.findall(r"(\w+)(?:,|$)", declared)))
+        LOOP.format(
+            name=name, declared=declared, passed=", ".join(re.findall(r"(\w+)(?:,|$)", declared))
+        )
         for name, declared in kernels
     ]
     folder = Path(mkdtemp(prefix="zmpi-kernels-"))
-    includes, code = re.findall(r"^#include.*$", code, re.MULTILINE), re.sub(r"^#include.*$", "", code, flags=re.MULTILINE)
-    wanted = [line for line in includes if f"-D{'BFLOAT16' if 'bf16' in line else 'FLOAT16'}" in options]
+    includes, code = (
+        re.findall(r"^#include.*$", code, re.MULTILINE),
+        re.sub(r"^#include.*$", "", code, flags=re.MULTILINE),
+    )
+    wanted = [
+        line for line in includes if f"-D{'BFLOAT16' if 'bf16' in line else 'FLOAT16'}" in options
+    ]
     (folder / "k.cpp").write_text("\n".join([*wanted, SHIM, code, *loops]))
-    flags = ["-O1", "-shared", "-fPIC", "-ffp-contract=off", "-w", *options, *(["-I", cuda_includes()] if wanted else [])]
+    flags = [
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-ffp-contract=off",
+        "-w",
+        *options,
+        *(["-I", cuda_includes()] if wanted else []),
+    ]
     subprocess.run([COMPILER, *flags, folder / "k.cpp", "-o", folder / "k.so"], check=True)
     return ctypes.CDLL(folder / "k.so")
 
@@ -127,7 +158,9 @@ def _matrices(address, kind, shape, leading, stride, count):
     item = np.dtype(TYPES[kind]).itemsize
     nbytes = item * ((count - 1) * stride + (shape[1] - 1) * leading + shape[0])
     memory = np.frombuffer((ctypes.c_char * nbytes).from_address(address), TYPES[kind])
-    return np.lib.stride_tricks.as_strided(memory, (count, *shape), (stride * item, item, leading * item))
+    return np.lib.stride_tricks.as_strided(
+        memory, (count, *shape), (stride * item, item, leading * item)
+    )
 
 
 def gemm(
@@ -157,9 +190,16 @@ def gemm(
 ):
     """cublasGemmStridedBatchedEx: C = alpha op(A) op(B) + beta C, all by columns, added up in the type of `compute`."""
     assert row_a >= (k if op_a else m) and row_b >= (n if op_b else k) and row_c >= m
-    assert kind_a == kind_b and (kind_c == kind_a or kind_c == 0) and compute == (70 if kind_a == 1 else 68)
+    assert (
+        kind_a == kind_b
+        and (kind_c == kind_a or kind_c == 0)
+        and compute == (70 if kind_a == 1 else 68)
+    )
     scalar = np.float64 if kind_a == 1 else np.float32
-    alpha, beta = (ctypes.cast(x, ctypes.POINTER(ctypes.c_double if kind_a == 1 else ctypes.c_float))[0] for x in (alpha, beta))
+    alpha, beta = (
+        ctypes.cast(x, ctypes.POINTER(ctypes.c_double if kind_a == 1 else ctypes.c_float))[0]
+        for x in (alpha, beta)
+    )
     A = _matrices(a, kind_a, (k, m) if op_a else (m, k), row_a, step_a, count).astype(scalar)
     B = _matrices(b, kind_b, (n, k) if op_b else (k, n), row_b, step_b, count).astype(scalar)
     C = _matrices(c, kind_c, (m, n), row_c, step_c, count)
@@ -171,7 +211,15 @@ def install(monkeypatch):
     """Put it in the place of CuPy; returns (models.kernels, zmpi.kernels), imported with it."""
     cupy, cublas = ModuleType("cupy"), ModuleType("cupy_backends.cuda.libs.cublas")
     libs = ModuleType("cupy_backends.cuda.libs")
-    for name in ("empty", "zeros", "empty_like", "matmul", "argsort", "ascontiguousarray", "asarray"):
+    for name in (
+        "empty",
+        "zeros",
+        "empty_like",
+        "matmul",
+        "argsort",
+        "ascontiguousarray",
+        "asarray",
+    ):
         setattr(cupy, name, _wrapped(getattr(np, name)))
     cupy.argsort = lambda x: np.argsort(x, kind="stable").view(ndarray)
     cupy.asnumpy, cupy.RawModule, cupy.ndarray = np.array, RawModule, ndarray

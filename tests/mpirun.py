@@ -30,18 +30,26 @@ def mpirun():
     beside = Path(sys.executable).parent / "mpirun"
     found = os.environ.get("MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun"))
     if not found:
-        raise FileNotFoundError("no mpirun: neither MPIRUN, nor beside the Python in use, nor on PATH")
+        raise FileNotFoundError(
+            "no mpirun: neither MPIRUN, nor beside the Python in use, nor on PATH"
+        )
     return found
 
 
 def run_world(size, arguments, timeout, **environment):
     """Run `python ARGUMENTS` on `size` ranks and wait for all of it; after `timeout` seconds it is ended by force."""
-    mark = f"world-{uuid.uuid4().hex}"  # in every rank's environment, so that a survivor is recognised
+    mark = (
+        f"world-{uuid.uuid4().hex}"  # in every rank's environment, so that a survivor is recognised
+    )
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    polite = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}  # MPICH's waiting ranks give up their core: here ranks outnumber cores
+    polite = {
+        "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"
+    }  # MPICH's waiting ranks give up their core: here ranks outnumber cores
     settings = polite | ENVIRONMENT | {"PYTHONPATH": path, "ZMPI_TEST_WORLD": mark} | environment
     command = [mpirun(), "-n", str(size), sys.executable, *map(str, arguments)]
-    with subprocess.Popen(command, env=settings, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as world:
+    with subprocess.Popen(
+        command, env=settings, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as world:
         try:
             output, _ = world.communicate(timeout=timeout)
             status = world.returncode

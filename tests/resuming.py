@@ -18,12 +18,17 @@ MICRO_BATCHES, SAVED_AFTER, MORE = 12, 6, 4
 
 
 def engine(world, stage, precision):
-    return ZeRO(gpt(), world, stage, adamw(decay_steps=10), policy=Policy(precision, loss_scale_window=4))
+    return ZeRO(
+        gpt(), world, stage, adamw(decay_steps=10), policy=Policy(precision, loss_scale_window=4)
+    )
 
 
 def losses(zero, count):
     accumulate = MICRO_BATCHES // zero.world.size
-    return [zero.train_step(share(zero.model, zero.step + 1, zero.world, accumulate)) for _ in range(count)]
+    return [
+        zero.train_step(share(zero.model, zero.step + 1, zero.world, accumulate))
+        for _ in range(count)
+    ]
 
 
 def by_name(zero):
@@ -32,7 +37,10 @@ def by_name(zero):
     for unit in zero.units.values():
         for vector, shard in unit.shards().items():
             whole = np.concatenate(zero.world.share(shard))
-            found |= {f"{unit.layout.prefix}{name} {vector}": view for name, view in unit.layout.views(whole).items()}
+            found |= {
+                f"{unit.layout.prefix}{name} {vector}": view
+                for name, view in unit.layout.views(whole).items()
+            }
     return found
 
 
@@ -48,7 +56,10 @@ def save(world, folder, precision):
 
 
 def resume(world, folder, precision):
-    expected, state = json.loads((folder / "losses.json").read_text()), np.load(folder / "state.npz")
+    expected, state = (
+        json.loads((folder / "losses.json").read_text()),
+        np.load(folder / "state.npz"),
+    )
     for stage in (0, 1, 2, 3):
         for reduction in ("ordered", "mpi") if precision == "float32" else ("ordered",):
             zero = engine(world.twin(reduction=reduction), stage, precision)
@@ -56,17 +67,29 @@ def resume(world, folder, precision):
             found = by_name(zero)
             assert found.keys() == set(state.files)
             for name, array in found.items():
-                assert array.shape == state[name].shape and array.tobytes() == state[name].tobytes(), (stage, name)
+                assert (
+                    array.shape == state[name].shape and array.tobytes() == state[name].tobytes()
+                ), (stage, name)
             more = losses(zero, MORE)
             same = more == expected
             worst = max(abs(a - b) / b for a, b in zip(more, expected, strict=True))
-            assert same if reduction == "ordered" else worst < 1e-5, (stage, reduction, more, expected)
+            assert same if reduction == "ordered" else worst < 1e-5, (
+                stage,
+                reduction,
+                more,
+                expected,
+            )
             if world.rank == 0:
                 figure = "the same bits" if same else f"within {worst:.1e}"
                 told = f"{len(found)} vectors equal by name, the next {MORE} losses {figure}"
-                print(f"{world.size} ranks, stage {stage}, {precision}, {reduction}: {told}", flush=True)
+                print(
+                    f"{world.size} ranks, stage {stage}, {precision}, {reduction}: {told}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
     what, where, precision = sys.argv[1:]
-    {"save": save, "resume": resume}[what](World(device="cpu", reduction="ordered", timeout=60), Path(where), precision)
+    {"save": save, "resume": resume}[what](
+        World(device="cpu", reduction="ordered", timeout=60), Path(where), precision
+    )

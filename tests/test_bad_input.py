@@ -139,16 +139,24 @@ def test_each_gets_one_line_and_status_2(tmp_path):
     wrong = []
     for text, world in ended.items():
         lines = world.output.splitlines()
-        good = len(lines) == 1 and lines[0].startswith("zmpi.train: error: ") and cases[text] in lines[0]
+        good = (
+            len(lines) == 1
+            and lines[0].startswith("zmpi.train: error: ")
+            and cases[text] in lines[0]
+        )
         if not good or world.status != 2 or world.left:
             wrong.append(f"{text}: status {world.status}\n{world.output}")
     assert not wrong, "\n".join(wrong)
-    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before, "something was written"
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before, (
+        "something was written"
+    )
 
 
 def test_a_file_that_one_rank_cannot_read_is_an_error_on_all(tmp_path):
     (tmp_path / "text").write_bytes(bytes(100))
-    world = run_world(3, [ROOT / "tests/faults/unreadable.py", *SMALL, "--data", tmp_path / "text"], timeout=60)
+    world = run_world(
+        3, [ROOT / "tests/faults/unreadable.py", *SMALL, "--data", tmp_path / "text"], timeout=60
+    )
     lines = world.output.splitlines()
     assert world.status == 2 and len(lines) == 1, world.output
     assert "rank 1" in lines[0] and "Permission denied" in lines[0]
@@ -163,7 +171,10 @@ def test_help_and_version_are_printed_once(flag):
 
 @pytest.mark.parametrize("command", ["plan", "export"])
 def test_a_command_without_mpi_runs_once_under_a_launcher(command, tmp_path):
-    wrong = {"plan": ["--ranks", "0"], "export": ["--checkpoint", tmp_path / "none", "--to", tmp_path / "to"]}
+    wrong = {
+        "plan": ["--ranks", "0"],
+        "export": ["--checkpoint", tmp_path / "none", "--to", tmp_path / "to"],
+    }
     world = run_world(3, ["-m", f"zmpi.{command}", *wrong[command]], timeout=60)
     assert world.status == 2 and len(world.output.splitlines()) == 1, world.output
     assert world.output.startswith(f"zmpi.{command}: error: ")
@@ -171,6 +182,15 @@ def test_a_command_without_mpi_runs_once_under_a_launcher(command, tmp_path):
 
 def test_without_mpi_it_is_said_so():
     code = "import sys; sys.modules['mpi4py'] = None; from zmpi import doctor; doctor.main([])"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=False, timeout=60)
-    assert ended.returncode == 2 and ended.stdout == "" and len(ended.stderr.splitlines()) == 1, ended.stderr
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert ended.returncode == 2 and ended.stdout == "" and len(ended.stderr.splitlines()) == 1, (
+        ended.stderr
+    )
     assert "error: mpi4py cannot load an MPI library: " in ended.stderr

@@ -6,7 +6,20 @@ import re
 import pytest
 from mpirun import run_world
 
-TINY = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "8", "--micro-batch", "2", "--steps", "5"]
+TINY = [
+    "--layers",
+    "1",
+    "--width",
+    "16",
+    "--heads",
+    "2",
+    "--context",
+    "8",
+    "--micro-batch",
+    "2",
+    "--steps",
+    "5",
+]
 
 
 def output(size, *arguments):
@@ -18,14 +31,20 @@ def output(size, *arguments):
 @pytest.mark.parametrize(("size", "precision"), [(2, "float32"), (3, "float16"), (4, "float32")])
 def test_formula_and_measurement_agree_at_every_stage(size, precision, tmp_path):
     file = tmp_path / "bench.json"
-    text = output(size, "zmpi.bench", *TINY, "--precision", precision, "--json", file, "--flops", "1e11")
-    assert "≠" not in text.replace("≠ not", "") and text.count("✓") == 4 * (3 + 4 + 3) + 1  # and the one that explains it
+    text = output(
+        size, "zmpi.bench", *TINY, "--precision", precision, "--json", file, "--flops", "1e11"
+    )
+    assert (
+        "≠" not in text.replace("≠ not", "") and text.count("✓") == 4 * (3 + 4 + 3) + 1
+    )  # and the one that explains it
     found = json.loads(file.read_text())
     assert found["size"] == size and [row["stage"] for row in found["stages"]] == [0, 1, 2, 3]
     assert len({row["loss"] for row in found["stages"]}) == 1  # one micro-batch: to the last bit
     for row in found["stages"]:
         assert len(row["all_step_s"]) == 5 and row["step_s"] == sorted(row["all_step_s"])[2]
-        for planned, measured in zip(row["arrays"]["peak"]["planned"], row["arrays"]["peak"]["measured"], strict=True):
+        for planned, measured in zip(
+            row["arrays"]["peak"]["planned"], row["arrays"]["peak"]["measured"], strict=True
+        ):
             assert planned == pytest.approx(measured, rel=0.1)
         assert len(row["resident_peak"]) == size
     plan = output(1, "zmpi.plan", *TINY[:-2], "--ranks", "64", "--calibrate", file)
@@ -38,7 +57,9 @@ def test_the_report_is_one_page_that_needs_nothing_else(tmp_path):
     assert page.count("<img") == page.count("data:image/png;base64,") == 5
     assert not re.search(r'(src|href)="(?!data:)', page)
     pictures = {path.name for path in (tmp_path / "report").glob("*.png")}
-    assert pictures == {f"{name}.png" for name in ("state", "memory", "throughput", "blocked", "lanes")}
+    assert pictures == {
+        f"{name}.png" for name in ("state", "memory", "throughput", "blocked", "lanes")
+    }
 
 
 def test_a_sweep_over_ranks_runs_smaller_worlds(tmp_path):
@@ -58,10 +79,23 @@ bench.main()
 
 def test_a_stage_that_does_not_fit_is_a_row_that_says_why(tmp_path):
     (tmp_path / "failing.py").write_text(FAILING)
-    world = run_world(2, [tmp_path / "failing.py", *TINY, "--report", tmp_path / "report", "--json", tmp_path / "x.json"], 300)
+    world = run_world(
+        2,
+        [
+            tmp_path / "failing.py",
+            *TINY,
+            "--report",
+            tmp_path / "report",
+            "--json",
+            tmp_path / "x.json",
+        ],
+        300,
+    )
     assert world.status == 0, world.output
     assert "stage 0 failed: needs" in world.output and "40,000" in world.output
-    assert all("needs" in row["error"] for row in json.loads((tmp_path / "x.json").read_text())["stages"])
+    assert all(
+        "needs" in row["error"] for row in json.loads((tmp_path / "x.json").read_text())["stages"]
+    )
     assert "stage 0 failed" in (tmp_path / "report" / "index.html").read_text()
 
 
@@ -101,4 +135,6 @@ def test_train_writes_the_trace_it_was_asked_for(tmp_path):
     assert "rank 1  gather h.0" in (tmp_path / "x.txt").read_text()
     for path in (tmp_path / "x.csv", tmp_path / "missing" / "x.json"):
         world = run_world(2, ["-m", "zmpi.train", *small, "--trace", path], 60)
-        assert world.status == 2 and world.output.startswith("zmpi.train: error: --trace: expected a file"), world.output
+        assert world.status == 2 and world.output.startswith(
+            "zmpi.train: error: --trace: expected a file"
+        ), world.output

@@ -45,7 +45,9 @@ def test_a_full_cache_takes_no_more(case):
     model, walk, tokens_BT = case
     cache = Cache(model)
     cache.predict(tokens_BT, walk)
-    with pytest.raises(ValueError, match=f"{model.context + 1} tokens a sequence, the context is {model.context}"):
+    with pytest.raises(
+        ValueError, match=f"{model.context + 1} tokens a sequence, the context is {model.context}"
+    ):
         cache.predict(tokens_BT[:, :1], walk)
 
 

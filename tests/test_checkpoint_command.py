@@ -20,9 +20,21 @@ DRIVER = Path(__file__).parent / "faults" / "checkpoint_driver.py"
 def saved(tmp_path_factory):
     """A folder with steps 2 and 4 of 4, by 2 ranks at stage 3, and its log. Not to be changed."""
     folder = tmp_path_factory.mktemp("saved")
-    flags = [*MODEL, "--steps", "4", "--decay-steps", "8", "--save-every", "2", "--log", folder / "log"]
+    flags = [
+        *MODEL,
+        "--steps",
+        "4",
+        "--decay-steps",
+        "8",
+        "--save-every",
+        "2",
+        "--log",
+        folder / "log",
+    ]
     run = train(2, *flags, "--checkpoint", folder / "dir")
-    assert run.status == 0 and run.output.count("saved ") == 2 and " MB/s)" in run.output, run.output
+    assert run.status == 0 and run.output.count("saved ") == 2 and " MB/s)" in run.output, (
+        run.output
+    )
     return folder / "dir"
 
 
@@ -40,7 +52,9 @@ def copy(saved, tmp_path):
 def refused(run, *told):
     """One line, printed once, status 2, that says so."""
     lines = run.output.splitlines()
-    assert run.status == 2 and len(lines) == 1 and lines[0].startswith("zmpi.") and not run.left, run.output
+    assert run.status == 2 and len(lines) == 1 and lines[0].startswith("zmpi.") and not run.left, (
+        run.output
+    )
     assert all(text in lines[0] for text in told), run.output
 
 
@@ -60,9 +74,23 @@ def test_another_number_of_ranks_sees_the_same_sequences_in_the_same_order(saved
     assert straight.status == first.status == 0, first.output
     for size in (1, 2):
         path = tmp_path / f"{size}.log"
-        run = train(size, "--resume", "--steps", "8", "--checkpoint", tmp_path / "dir", "--keep", "9", "--log", path)
+        run = train(
+            size,
+            "--resume",
+            "--steps",
+            "8",
+            "--checkpoint",
+            tmp_path / "dir",
+            "--keep",
+            "9",
+            "--log",
+            path,
+        )
         assert run.status == 0, run.output
-        losses = [[entry[1:3] for entry in numbers(log) if entry[1]] for log in (tmp_path / "straight.log", path)]
+        losses = [
+            [entry[1:3] for entry in numbers(log) if entry[1]]
+            for log in (tmp_path / "straight.log", path)
+        ]
         assert losses[0][4:] == losses[1]
         newest(tmp_path / "dir").rename(tmp_path / f"end-{size}")
         (tmp_path / "dir" / "latest").unlink()
@@ -74,12 +102,23 @@ def test_the_log_is_continued(saved, copy, tmp_path):
     lines = (saved.parent / "log").read_bytes()
     log.write_bytes(lines + b'{"step": 5, "loss": 9.0}\n{"step": 6, "lo')
     run = train(2, "--resume", "--steps", "6", "--checkpoint", copy, "--log", log)
-    assert run.status == 0 and "resumed from" in run.output and "4 of 6 steps are done" in run.output, run.output
+    assert (
+        run.status == 0 and "resumed from" in run.output and "4 of 6 steps are done" in run.output
+    ), run.output
     assert log.read_bytes().startswith(lines)
     entries = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [entry["step"] for entry in entries[1:] if "loss" in entry] == [1, 2, 3, 4, 5, 6] and "zmpi" in entries[0]
+    assert [entry["step"] for entry in entries[1:] if "loss" in entry] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ] and "zmpi" in entries[0]
     again = train(1, "--resume", "--steps", "6", "--checkpoint", copy)
-    assert again.status == 0 and "all 6 steps are done: nothing to train" in again.output, again.output
+    assert again.status == 0 and "all 6 steps are done: nothing to train" in again.output, (
+        again.output
+    )
 
 
 @pytest.mark.parametrize("text", ["precious\nlines\n", "[1]\n"])
@@ -96,7 +135,11 @@ def test_a_communicator_of_ones_own_is_kept(tmp_path):
     first = train(2, *MODEL, "--steps", "1", *flags, "--comm", f"{mine}:Mine")
     assert first.status == 0, first.output
     mine.rename(tmp_path / "gone.py")
-    refused(train(2, "--resume", "--steps", "2", *flags), "--comm: expected FILE:CLASS", "mine.py is not a file")
+    refused(
+        train(2, "--resume", "--steps", "2", *flags),
+        "--comm: expected FILE:CLASS",
+        "mine.py is not a file",
+    )
     again = train(2, "--resume", "--steps", "2", *flags, "--comm", "zmpi")
     assert again.status == 0, again.output
     third = train(2, "--resume", "--steps", "3", *flags)
@@ -108,7 +151,18 @@ def test_what_a_killed_save_left_is_replaced(copy):
     half = copy / ".saving-step-00000006-save-3"
     half.mkdir()
     (half / "rank-0000.bin").write_bytes(b"half")
-    run = train(4, "--resume", "--steps", "7", "--save-every", "2", "--micro-batch", "1", "--checkpoint", copy)
+    run = train(
+        4,
+        "--resume",
+        "--steps",
+        "7",
+        "--save-every",
+        "2",
+        "--micro-batch",
+        "1",
+        "--checkpoint",
+        copy,
+    )
     assert run.status == 0, run.output
     assert sorted(p.name for p in copy.iterdir()) == [
         ".flock", "latest", "step-00000004-save-2", "step-00000006-save-3", "step-00000007-save-4"
@@ -142,14 +196,18 @@ def test_a_flag_that_contradicts_the_checkpoint_is_an_error(copy):
     for line, told in zip(run.output.splitlines(), CONTRADICTIONS.values(), strict=True):
         assert told in line
     assert sorted(copy.rglob("*")) == before
-    refused(train(2, "--resume", "--checkpoint", copy, "--width", "25"), "--width: 25 contradicts 24")
+    refused(
+        train(2, "--resume", "--checkpoint", copy, "--width", "25"), "--width: 25 contradicts 24"
+    )
 
 
 def test_flags_that_agree_or_are_free_are_none(copy, tmp_path):
     text = "--width 24 --lr 3e-3 --weight-decay 0.1 --heads 2 --seed 0 --stage 1 --precision bfloat16 --reduction ordered"
     text += " --prefetch 0 --recompute --micro-batch 1 --accumulate 2 --steps 5 --eval-every 1 --keep 1 --data builtin"
     run = train(2, "--resume", "--checkpoint", copy, *text.split())
-    assert run.status == 0 and "stage 1 on 2 ranks" in run.output and "(bfloat16)" in run.output, run.output
+    assert run.status == 0 and "stage 1 on 2 ranks" in run.output and "(bfloat16)" in run.output, (
+        run.output
+    )
     assert Manifest.read(newest(copy))["recipe"] == "bfloat16"
     assert len(list(copy.glob("step-*"))) == 1
 
@@ -157,10 +215,19 @@ def test_flags_that_agree_or_are_free_are_none(copy, tmp_path):
 def test_a_folder_that_cannot_be_used_is_an_error(saved, copy, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    refused(train(2, *MODEL, "--checkpoint", tmp_path / "file", "--log", tmp_path / "no-log"), "file: not a folder")
-    refused(train(2, *MODEL, "--checkpoint", tmp_path / "none" / "dir"), "none/dir: No such file or directory")
+    refused(
+        train(2, *MODEL, "--checkpoint", tmp_path / "file", "--log", tmp_path / "no-log"),
+        "file: not a folder",
+    )
+    refused(
+        train(2, *MODEL, "--checkpoint", tmp_path / "none" / "dir"),
+        "none/dir: No such file or directory",
+    )
     refused(train(2, "--resume", "--checkpoint", tmp_path / "none"), "none: no such folder")
-    refused(train(2, "--resume", "--checkpoint", tmp_path / "empty"), "empty: no complete checkpoint in it")
+    refused(
+        train(2, "--resume", "--checkpoint", tmp_path / "empty"),
+        "empty: no complete checkpoint in it",
+    )
     refused(train(2, *MODEL, "--checkpoint", copy), "--checkpoint:", "--resume goes on from it")
     for flag in ("--resume", "--keep 2", "--save-every 3"):
         refused(train(1, *flag.split()), flag.split()[0], "needs --checkpoint DIR")
@@ -173,9 +240,28 @@ def test_a_folder_that_cannot_be_used_is_an_error(saved, copy, tmp_path):
 def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(copy):
     """By a limit on the size of files, on one rank."""
     before = bits(copy)
-    run = run_world(4, [DRIVER, "limit", 2, 20_000, "--resume", "--steps", "5", "--micro-batch", "1", *arguments(copy)], 60)
+    run = run_world(
+        4,
+        [
+            DRIVER,
+            "limit",
+            2,
+            20_000,
+            "--resume",
+            "--steps",
+            "5",
+            "--micro-batch",
+            "1",
+            *arguments(copy),
+        ],
+        60,
+    )
     lines = [line for line in run.output.splitlines() if "error" in line]
-    assert run.status == 2 and len(lines) == 1 and "rank-0002.bin: File too large (on rank 2)" in lines[0], run.output
+    assert (
+        run.status == 2
+        and len(lines) == 1
+        and "rank-0002.bin: File too large (on rank 2)" in lines[0]
+    ), run.output
     assert bits(copy) == before and not list(copy.glob(".saving*"))
     assert train(1, "--resume", "--steps", "5", "--micro-batch", "4", *arguments(copy)).status == 0
 
@@ -195,15 +281,24 @@ def test_damage_is_found_and_named_by_the_command():
     assert sum(flips(6, seed=5).values()) == 6
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 0)], ids=["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 0)], ids=["SIGTERM", "SIGUSR1"]
+)
 def test_the_first_signal_saves_and_ends(tmp_path, number, status):
     """Sent by one rank to itself before its third step; and again at once: then nothing is saved."""
     flags = [*MODEL, "--steps", "500", "--checkpoint", tmp_path / "dir"]
     run = run_world(3, [DRIVER, "signal", 1, int(number), *flags], 60)
     assert run.status == status and not run.left, run.output
-    assert f"stopped by {number.name} after step 2 of 500" in run.output and bits(tmp_path / "dir")[0][0] == 2
-    twice = run_world(3, [DRIVER, "signals", 1, int(number), *MODEL, "--checkpoint", tmp_path / "other"], 60)
-    assert twice.status == 128 + number and f"rank 1: ended by {number.name}" in twice.output, twice.output
+    assert (
+        f"stopped by {number.name} after step 2 of 500" in run.output
+        and bits(tmp_path / "dir")[0][0] == 2
+    )
+    twice = run_world(
+        3, [DRIVER, "signals", 1, int(number), *MODEL, "--checkpoint", tmp_path / "other"], 60
+    )
+    assert twice.status == 128 + number and f"rank 1: ended by {number.name}" in twice.output, (
+        twice.output
+    )
     assert not list((tmp_path / "other").glob("step-*"))
 
 
@@ -218,33 +313,57 @@ def test_without_a_folder_a_signal_ends_the_run_at_once():
 def export(checkpoint, to, *without):
     """zmpi.export in a Python that has no mpi4py (and lacks what else is named)."""
     block = "".join(f"sys.modules[{name!r}] = None; " for name in ("mpi4py", *without))
-    code = f"import sys; {block}sys.argv[1:] = {['--checkpoint', str(checkpoint), '--to', str(to)]}\n"
+    code = (
+        f"import sys; {block}sys.argv[1:] = {['--checkpoint', str(checkpoint), '--to', str(to)]}\n"
+    )
     code += "import runpy; runpy.run_module('zmpi.export', run_name='__main__')"
     return run_python(code)
 
 
 def run_python(code):
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=False, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
 
 
 def test_the_round_trip_through_an_export_is_exact(saved, tmp_path):
     """B12: trained at stage 3, exported without MPI, started from at another stage and size: the same weights."""
     done = export(saved, tmp_path / "gpt2")
     assert done.returncode == 0 and "exported step 4" in done.stdout, done.stderr
-    run = train(3, "--init-from", tmp_path / "gpt2", "--steps", "1", "--lr", "0", "--stage", "1", *arguments(tmp_path / "dir"))
+    run = train(
+        3,
+        "--init-from",
+        tmp_path / "gpt2",
+        "--steps",
+        "1",
+        "--lr",
+        "0",
+        "--stage",
+        "1",
+        *arguments(tmp_path / "dir"),
+    )
     assert run.status == 0, run.output
     again = export(tmp_path / "dir", tmp_path / "again")
     assert again.returncode == 0, again.stderr
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "gpt2" / name).read_bytes()
-    refused(train(2, "--init-from", tmp_path / "gpt2", "--width", "48"), "--width: 48 contradicts 24")
+    refused(
+        train(2, "--init-from", tmp_path / "gpt2", "--width", "48"), "--width: 48 contradicts 24"
+    )
     refused(train(2, "--init-from", tmp_path / "none"), "none/config.json: No such file")
 
 
 def test_what_cannot_be_exported_is_one_line(saved, copy, tmp_path):
     def told(done, *texts):
         lines = done.stderr.splitlines()
-        assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith("zmpi.export: error: "), done.stderr
+        assert (
+            done.returncode == 2 and len(lines) == 1 and lines[0].startswith("zmpi.export: error: ")
+        ), done.stderr
         assert all(text in lines[0] for text in texts), done.stderr
 
     told(export(tmp_path / "none", tmp_path / "to"), "none: no such folder")
@@ -265,14 +384,19 @@ def generate(size, checkpoint, *flags):
     return run_world(size, ["-m", "zmpi.generate", "--checkpoint", checkpoint, *flags], timeout=60)
 
 
-@pytest.mark.parametrize("drawn", [[], ["--temperature", "0.9", "--top-k", "40", "--seed", "3"]], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "drawn", [[], ["--temperature", "0.9", "--top-k", "40", "--seed", "3"]], ids=["greedy", "drawn"]
+)
 def test_any_number_of_ranks_writes_the_same_text(saved, drawn):
     """Longer than the context of 16: the window slides."""
     alone = generate(1, saved, "--prompt-ids", "84,104,101", "--tokens", "30", *drawn)
     ids = [int(number) for number in alone.output.split(",")]
     assert alone.status == 0 and ids[:3] == [84, 104, 101] and len(ids) == 33, alone.output
     for size in (2, 3):
-        assert generate(size, saved, "--prompt-ids", "84,104,101", "--tokens", "30", *drawn).output == alone.output
+        assert (
+            generate(size, saved, "--prompt-ids", "84,104,101", "--tokens", "30", *drawn).output
+            == alone.output
+        )
     text = generate(1, saved, "--prompt", "The", "--tokens", "30", *drawn)
     assert text.status == 0 and text.output == bytes(ids).decode(errors="replace") + "\n"
 
@@ -282,6 +406,13 @@ def test_what_cannot_be_written_is_refused(saved, tmp_path):
     refused(generate(2, saved, "--prompt", ""), "--prompt: expected at least 1 token, got 0")
     refused(generate(2, saved, "--prompt-ids", "1,256"), "--prompt-ids: token 256 is not below")
     refused(generate(2, saved, "--prompt-ids", "1,x"), "--prompt-ids: expected a whole number")
-    refused(generate(2, saved, "--prompt-ids", "1", "--tokenizer", "x.json"), "--tokenizer: --prompt-ids are tokens already")
-    refused(generate(2, saved, "--prompt", "a", "--tokenizer", tmp_path / "none.json"), "--tokenizer:", "none.json")
+    refused(
+        generate(2, saved, "--prompt-ids", "1", "--tokenizer", "x.json"),
+        "--tokenizer: --prompt-ids are tokens already",
+    )
+    refused(
+        generate(2, saved, "--prompt", "a", "--tokenizer", tmp_path / "none.json"),
+        "--tokenizer:",
+        "none.json",
+    )
     refused(generate(2, tmp_path, "--prompt", "a"), "no complete checkpoint in it")

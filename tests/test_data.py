@@ -19,7 +19,10 @@ def text_of(tokens=1000, held_out=100, context=CONTEXT):
 
 def sequences(text, size, micro_batch, accumulate, step, seed=0, last_only=False):
     """The global batch in the order of i, put together from every rank's micro-batches: [(inputs, targets), ...]."""
-    ranks = [Batches(text, r, size, micro_batch, last_only).of_step(seed, step, accumulate) for r in range(size)]
+    ranks = [
+        Batches(text, r, size, micro_batch, last_only).of_step(seed, step, accumulate)
+        for r in range(size)
+    ]
     micro_batches = [ranks[rank][m] for m in range(accumulate) for rank in range(size)]
     rows = [row for inputs, targets in micro_batches for row in zip(inputs, targets, strict=True)]
     return [(x.tolist(), np.asarray(y).tolist()) for x, y in rows]
@@ -30,7 +33,9 @@ splits = [(1, 1, 12), (2, 1, 6), (3, 1, 4), (4, 1, 3), (4, 3, 1), (6, 2, 1), (1,
 
 @pytest.mark.parametrize(("size", "micro_batch", "accumulate"), splits)
 @pytest.mark.parametrize("last_only", [False, True])
-def test_any_split_of_a_global_batch_sees_the_same_sequences_in_the_same_order(size, micro_batch, accumulate, last_only):
+def test_any_split_of_a_global_batch_sees_the_same_sequences_in_the_same_order(
+    size, micro_batch, accumulate, last_only
+):
     for step in (1, 2):
         found = sequences(text_of(), size, micro_batch, accumulate, step, last_only=last_only)
         assert found == sequences(text_of(), 1, 12, 1, step, last_only=last_only)
@@ -38,7 +43,11 @@ def test_any_split_of_a_global_batch_sees_the_same_sequences_in_the_same_order(s
 
 def test_steps_sequences_and_seeds_differ():
     """B11: no step repeats another's batch."""
-    batches = [sequences(text_of(100_000), 1, 8, 1, step, seed) for step in (1, 2, 3, 1001) for seed in (0, 1)]
+    batches = [
+        sequences(text_of(100_000), 1, 8, 1, step, seed)
+        for step in (1, 2, 3, 1001)
+        for seed in (0, 1)
+    ]
     windows = [tuple(x) for batch in batches for x, _ in batch]
     assert len(set(windows)) == len(windows)
 
@@ -83,7 +92,12 @@ def test_held_out_windows_are_the_same_at_every_split(held_out, last_only):
         ranks = [Batches(text, rank, size, micro_batch, last_only) for rank in range(size)]
         batches = [rank.held_out() for rank in ranks]
         assert len({len(batch) for batch in batches}) == 1  # every rank brings as many
-        rows = [(x, y) for m in range(len(batches[0])) for batch in batches for x, y in zip(*batch[m], strict=True)]
+        rows = [
+            (x, y)
+            for m in range(len(batches[0]))
+            for batch in batches
+            for x, y in zip(*batch[m], strict=True)
+        ]
         counted = [(x.tolist(), np.asarray(y).tolist()) for x, y in rows if np.all(y >= 0)]
         assert all(np.all(y == -1) or np.all(y >= 0) for _, y in rows)
         assert sum(np.size(y) for _, y in counted) == ranks[0].held_out_tokens
@@ -120,7 +134,9 @@ def test_a_python_without_the_corpus_says_so(monkeypatch):
 def test_a_text_no_longer_than_the_context_is_an_error_with_both_lengths(tmp_path, length, name):
     path = tmp_path / name
     path.write_bytes(bytes(length) * (2 if name.endswith(".bin") else 1))
-    with pytest.raises(ValueError, match=rf"{name}: {length} tokens; a window needs --context \+ 1 = 65"):
+    with pytest.raises(
+        ValueError, match=rf"{name}: {length} tokens; a window needs --context \+ 1 = 65"
+    ):
         load_text(str(path), 64, 256)
 
 
@@ -176,7 +192,11 @@ def test_what_is_no_text_is_an_error(tmp_path):
         (tmp_path / "missing.txt", 256, r"--data: expected a file, got .*missing.txt \(missing\)"),
         (tmp_path, 256, r"--data: expected a file, got .* \(a directory\)"),
         (tmp_path / "odd.bin", 256, "odd.bin: uint16 tokens need an even number of bytes, got 101"),
-        (tmp_path / "text.txt", 255, "--vocab: text is read as bytes and needs at least 256, got 255"),
+        (
+            tmp_path / "text.txt",
+            255,
+            "--vocab: text is read as bytes and needs at least 256, got 255",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             load_text(str(source), 8, vocab)

@@ -73,28 +73,43 @@ SHAPES = {"a": (5,), "b": (3, 7), "c": (64,), "d": (1,)}
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 5, 6, 24])
 def test_every_parameter_starts_on_64_bytes_and_the_holes_are_padding(shards):
     layout = Layout("unit", "", SHAPES, shards, Gpu.align)
-    assert [layout.offsets[name] * 2 % 64 for name in SHAPES] == [0] * 4  # of 16-bit elements; others are wider
+    assert [layout.offsets[name] * 2 % 64 for name in SHAPES] == [
+        0
+    ] * 4  # of 16-bit elements; others are wider
     parts = [layout.shard(owner) for owner in range(shards)]
     assert sum(map(layout.padding, parts)) == layout.padded - layout.elements
-    assert sum(stop - start for part in parts for _, start, stop in layout.spans(part)) == layout.elements
+    assert (
+        sum(stop - start for part in parts for _, start, stop in layout.spans(part))
+        == layout.elements
+    )
     vector = np.zeros(layout.padded)
     for view in layout.views(vector).values():
         view += 1
-    assert [int(part.sum()) for part in np.split(vector, shards)] == [layout.shard_length - layout.padding(p) for p in parts]
+    assert [int(part.sum()) for part in np.split(vector, shards)] == [
+        layout.shard_length - layout.padding(p) for p in parts
+    ]
     if 24 % shards == 0:
-        assert layout.padded == Layout("unit", "", SHAPES, 1, Gpu.align).padded  # the norm has the same pieces
+        assert (
+            layout.padded == Layout("unit", "", SHAPES, 1, Gpu.align).padded
+        )  # the norm has the same pieces
 
 
 # ---- the transport ---------------------------------------------------------------------------------------------------
 
 CPU = ("cpu", False, "")
-AWARE, PLAIN = ("cuda", True, "MPIX_Query_cuda_support() is 1"), ("cuda", False, "MPIX_Query_cuda_support() is 0")
+AWARE, PLAIN = (
+    ("cuda", True, "MPIX_Query_cuda_support() is 1"),
+    ("cuda", False, "MPIX_Query_cuda_support() is 0"),
+)
 
 
 def test_memory_of_the_host_needs_no_transport():
     assert choose_transport("auto", [CPU, CPU])[0] == "host"
     for asked in ("direct", "staged"):
-        with pytest.raises(ValueError, match=f"--transport: {asked} carries memory of a GPU, and the arrays are on the CPU"):
+        with pytest.raises(
+            ValueError,
+            match=f"--transport: {asked} carries memory of a GPU, and the arrays are on the CPU",
+        ):
             choose_transport(asked, [CPU])
 
 
@@ -115,7 +130,9 @@ def test_ranks_of_different_devices_are_an_error():
 
 
 def test_an_unknown_transport_is_an_error():
-    with pytest.raises(ValueError, match="--transport: expected auto, direct or staged; got 'nccl'"):
+    with pytest.raises(
+        ValueError, match="--transport: expected auto, direct or staged; got 'nccl'"
+    ):
         choose_transport("nccl", [AWARE])
 
 
@@ -135,10 +152,34 @@ def gpu_query(status, answer):
         ({}, "mpi,system,cuda", {}, True, "mpi_memory_alloc_kinds"),
         ({"MPIX_Query_cuda_support": lambda: 1}, "", {}, True, "MPIX_Query_cuda_support() is 1"),
         ({"MPIX_Query_cuda_support": lambda: 0}, "", {}, False, "MPIX_Query_cuda_support() is 0"),
-        ({"MPIX_GPU_query_support": gpu_query(0, 1)}, "", {}, True, "MPIX_GPU_query_support() is 1"),
-        ({"MPIX_GPU_query_support": gpu_query(0, 0)}, "", {}, False, "MPIX_GPU_query_support() is 0"),
-        ({"MPIX_GPU_query_support": gpu_query(1, 1)}, "", {}, False, "MPIX_GPU_query_support() is 0"),
-        ({"MPIX_GPU_query_support": gpu_query(0, 0)}, "", {"MPICH_GPU_SUPPORT_ENABLED": "1"}, False, "libmpi_gtl_cuda"),
+        (
+            {"MPIX_GPU_query_support": gpu_query(0, 1)},
+            "",
+            {},
+            True,
+            "MPIX_GPU_query_support() is 1",
+        ),
+        (
+            {"MPIX_GPU_query_support": gpu_query(0, 0)},
+            "",
+            {},
+            False,
+            "MPIX_GPU_query_support() is 0",
+        ),
+        (
+            {"MPIX_GPU_query_support": gpu_query(1, 1)},
+            "",
+            {},
+            False,
+            "MPIX_GPU_query_support() is 0",
+        ),
+        (
+            {"MPIX_GPU_query_support": gpu_query(0, 0)},
+            "",
+            {"MPICH_GPU_SUPPORT_ENABLED": "1"},
+            False,
+            "libmpi_gtl_cuda",
+        ),
     ],
 )
 def test_the_librarys_own_word_is_taken(library, kinds, environ, aware, said):
@@ -150,7 +191,9 @@ def test_the_librarys_own_word_is_taken(library, kinds, environ, aware, said):
 
 
 @pytest.mark.skipif(find_cupy()[0] is not None, reason="there is a GPU")
-@pytest.mark.parametrize("flags", [["--device", "cuda"], ["--device", "cpu", "--transport", "direct"]])
+@pytest.mark.parametrize(
+    "flags", [["--device", "cuda"], ["--device", "cpu", "--transport", "direct"]]
+)
 def test_what_cannot_be_done_is_one_line(flags):
     world = run_world(2, ["-m", "zmpi.train", "--steps", "1", *flags], timeout=60)
     assert world.status == 2
@@ -159,6 +202,10 @@ def test_what_cannot_be_done_is_one_line(flags):
 
 
 def test_auto_says_what_it_took():
-    world = run_world(2, ["-m", "zmpi.train", "--steps", "1", "--layers", "1", "--width", "16"], timeout=60)
+    world = run_world(
+        2, ["-m", "zmpi.train", "--steps", "1", "--layers", "1", "--width", "16"], timeout=60
+    )
     assert world.status == 0
-    assert "device cpu (auto: CuPy" in world.output or "device cuda (auto: CuPy sees" in world.output
+    assert (
+        "device cpu (auto: CuPy" in world.output or "device cuda (auto: CuPy sees" in world.output
+    )

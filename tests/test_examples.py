@@ -26,6 +26,8 @@ def promise(path):
 def test_an_example_ends_in_its_line(path):
     ranks, arguments, last = promise(path)
     assert Path(arguments[0]).name == path.name
-    world = run_world(ranks, [ROOT / arguments[0], *arguments[1:]], timeout=300, OMP_NUM_THREADS="1")
+    world = run_world(
+        ranks, [ROOT / arguments[0], *arguments[1:]], timeout=300, OMP_NUM_THREADS="1"
+    )
     assert world.status == 0 and not world.left, world.output
     assert world.output.splitlines()[-1] == last, world.output

@@ -13,7 +13,10 @@ from mpirun import run_world
 
 TURNS = itertools.cycle([(0, 3), (2, 4), (1, 3), (0, 4)])
 RUNS = [Run(fault, place, *next(TURNS)) for fault, place in itertools.product(FAULTS, PLACES)]
-RUNS += [Run("SIGTERM", "MPI", 1, 3), Run("exception", "MPI", 0, 3)]  # while the main thread stands inside MPI
+RUNS += [
+    Run("SIGTERM", "MPI", 1, 3),
+    Run("exception", "MPI", 0, 3),
+]  # while the main thread stands inside MPI
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,12 @@ def test_the_last_few_are_kept(tmp_path):
     for step in (1, 2, 3, 4):
         add(target, step)
         assert Manifest.read(newest(tmp_path / "dir"))["step"] == step
-    assert names(tmp_path / "dir") == [".flock", "latest", "step-00000003-save-3", "step-00000004-save-4"]
+    assert names(tmp_path / "dir") == [
+        ".flock",
+        "latest",
+        "step-00000003-save-3",
+        "step-00000004-save-4",
+    ]
 
 
 def test_a_step_that_is_saved_again_does_not_replace_the_first_before_it_is_complete(tmp_path):
@@ -56,9 +61,7 @@ def test_one_job_at_a_time(tmp_path):
 
 def test_a_lock_dies_with_its_process(tmp_path):
     """What is left of it on disk locks nobody out."""
-    script = (
-        f"from zmpi.saving.folder import Folder; import os; f = Folder({str(tmp_path / 'dir')!r}, 3); os.kill(os.getpid(), 9)"
-    )
+    script = f"from zmpi.saving.folder import Folder; import os; f = Folder({str(tmp_path / 'dir')!r}, 3); os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
     assert (tmp_path / "dir" / ".flock").exists()
     Folder(tmp_path / "dir", keep=3).close()
@@ -100,7 +103,9 @@ STEPS_OF_A_COMMIT = [
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("place", STEPS_OF_A_COMMIT, ids=lambda place: place[1])
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(tmp_path, monkeypatch, place, before, count):
+def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(
+    tmp_path, monkeypatch, place, before, count
+):
     """Before and after the first and second call of everything that changes the disk: a newer save counts, or it does not."""
     path = tmp_path / "dir"
     target = Folder(path, keep=1)
@@ -126,15 +131,22 @@ def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(tmp_path, monkeypatc
     target = Folder(path, keep=1)
     step = Manifest.read(newest(path))["step"]
     assert step in (1, 2) and newest(path) == target.complete()[-1]
-    assert not [name for name in names(path) if name.startswith((".saving", ".removing", ".latest"))]
+    assert not [
+        name for name in names(path) if name.startswith((".saving", ".removing", ".latest"))
+    ]
     add(target, step + 1)
-    assert names(path) == [".flock", "latest", newest(path).name] and Manifest.read(newest(path))["step"] == step + 1
+    assert (
+        names(path) == [".flock", "latest", newest(path).name]
+        and Manifest.read(newest(path))["step"] == step + 1
+    )
 
 
 def test_a_checkpoint_is_no_folder_of_them(tmp_path):
     """Saves would lie in it, where no resume looks."""
     add(Folder(tmp_path / "dir", keep=3), 1)
-    with pytest.raises(ValueError, match="step-00000001-save-1: is one checkpoint, not a folder of them"):
+    with pytest.raises(
+        ValueError, match="step-00000001-save-1: is one checkpoint, not a folder of them"
+    ):
         Folder(newest(tmp_path / "dir"), keep=3)
 
 
@@ -159,7 +171,9 @@ def test_a_checkpoint_that_cannot_be_marked_does_not_count_later(tmp_path, monke
     assert Manifest.read(newest(tmp_path / "dir"))["step"] == 1
 
 
-def test_jobs_that_are_all_killed_before_they_remove_old_ones_leave_one_too_many_not_one_each(tmp_path, monkeypatch):
+def test_jobs_that_are_all_killed_before_they_remove_old_ones_leave_one_too_many_not_one_each(
+    tmp_path, monkeypatch
+):
     def marked_then_killed(target, final):
         real_mark(target, final)
         raise Crash
@@ -175,7 +189,12 @@ def test_jobs_that_are_all_killed_before_they_remove_old_ones_leave_one_too_many
         assert Manifest.read(newest(tmp_path / "dir"))["step"] == step
     monkeypatch.undo()
     add(Folder(tmp_path / "dir", keep=2), 7)
-    assert names(tmp_path / "dir") == [".flock", "latest", "step-00000006-save-6", "step-00000007-save-7"]
+    assert names(tmp_path / "dir") == [
+        ".flock",
+        "latest",
+        "step-00000006-save-6",
+        "step-00000007-save-7",
+    ]
 
 
 def test_a_damaged_mark_is_named(tmp_path):

@@ -15,7 +15,15 @@ from zmpi.sampling import draw, generate
 
 def flags(**changed):
     return SimpleNamespace(
-        **{"tokens": 30, "temperature": 0.0, "top_k": 0, "seed": 0, "prompt": "é!", "prompt_ids": [1, 2]} | changed
+        **{
+            "tokens": 30,
+            "temperature": 0.0,
+            "top_k": 0,
+            "seed": 0,
+            "prompt": "é!",
+            "prompt_ids": [1, 2],
+        }
+        | changed
     )
 
 
@@ -34,7 +42,9 @@ class Alone:
         return x
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 3, "seed": 5}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 3, "seed": 5}]
+)
 def test_every_token_follows_from_the_last_context_tokens(settings):
     """The cache and the sliding window give what a full forward over these tokens gives."""
     zero, asked = Alone(GPT(layers=2, width=6, heads=3, context=9, vocab=11)), flags(**settings)
@@ -44,7 +54,9 @@ def test_every_token_follows_from_the_last_context_tokens(settings):
         tokens.append(token)
     assert len(tokens) == 33
     counted = zero.seen[::2]
-    assert counted[:7] == [3, 1, 1, 1, 1, 1, 1] and set(counted[7:]) == {9}, "a token costs one position until it slides"
+    assert counted[:7] == [3, 1, 1, 1, 1, 1, 1] and set(counted[7:]) == {9}, (
+        "a token costs one position until it slides"
+    )
 
 
 def test_a_window_model_sees_its_context():
@@ -67,12 +79,20 @@ def test_draws_follow_the_models_shares():
     drawn = [draw(logits, flags(temperature=1.0), position) for position in range(1000)]
     assert abs(drawn.count(0) / 1000 - 0.7) < 0.058 and {1, 2} <= set(drawn)
     assert drawn == [draw(logits, flags(temperature=1.0), position) for position in range(1000)]
-    assert drawn != [draw(logits, flags(temperature=1.0, seed=1), position) for position in range(1000)]
-    assert {draw(logits, flags(temperature=1.0, top_k=2), position) for position in range(1000)} == {0, 1}
-    assert {draw(logits, flags(temperature=5.0, top_k=1), position) for position in range(100)} == {0}
+    assert drawn != [
+        draw(logits, flags(temperature=1.0, seed=1), position) for position in range(1000)
+    ]
+    assert {
+        draw(logits, flags(temperature=1.0, top_k=2), position) for position in range(1000)
+    } == {0, 1}
+    assert {draw(logits, flags(temperature=5.0, top_k=1), position) for position in range(100)} == {
+        0
+    }
     assert {draw(logits, flags(), position) for position in range(10)} == {0}
     for near_zero in (1e-9, 1e-310):
-        assert {draw(logits, flags(temperature=near_zero), position) for position in range(10)} == {0}
+        assert {draw(logits, flags(temperature=near_zero), position) for position in range(10)} == {
+            0
+        }
 
 
 def test_bytes_come_out_as_whole_characters():
@@ -94,7 +114,9 @@ def test_a_tokenizers_text_comes_out_as_it_grows(tmp_path):
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(["the then"], tokenizers.trainers.BpeTrainer(vocab_size=260, initial_alphabet=alphabet))
+    made.train_from_iterator(
+        ["the then"], tokenizers.trainers.BpeTrainer(vocab_size=260, initial_alphabet=alphabet)
+    )
     made.save(str(tmp_path / "tokenizer.json"))
     coding = Words(str(tmp_path / "tokenizer.json"))
     tokens = coding.encode(flags(prompt="the é€ then"))

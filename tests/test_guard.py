@@ -33,7 +33,9 @@ class Script:
     environment: dict = field(default_factory=dict)
 
     def run(self):
-        return run_world(self.size, ["-c", self.before + HEAD + self.body], timeout=60, **self.environment)
+        return run_world(
+            self.size, ["-c", self.before + HEAD + self.body], timeout=60, **self.environment
+        )
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,20 @@ class End:
 
 def world(*scripts):
     """The test gets `end`, how the script's world ended; with several scripts it runs once for each."""
-    return pytest.mark.parametrize("end", scripts, indirect=True, ids=range(len(scripts)) if len(scripts) > 1 else ["world"])
+    return pytest.mark.parametrize(
+        "end", scripts, indirect=True, ids=range(len(scripts)) if len(scripts) > 1 else ["world"]
+    )
 
 
 @pytest.fixture(scope="module")
 def started(request):
     """The worlds of all tests that were asked for, some at a time: they mostly wait."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        tests = [item for item in request.session.items if item.path == request.path and "end" in item.fixturenames]
+        tests = [
+            item
+            for item in request.session.items
+            if item.path == request.path and "end" in item.fixturenames
+        ]
         scripts = [item.callspec.params["end"] for item in tests]
         yield {script: pool.submit(script.run) for script in scripts}
 
@@ -68,7 +76,9 @@ def end(request, started):
 
 @world(Script(MEET + "raise UsageError('--heads: 7 does not divide width 64')"))
 def test_a_usage_error_of_all_ranks_is_one_line_and_status_2(end):
-    assert (end.status, end.lines) == (2, ["zmpi: error: --heads: 7 does not divide width 64"]), end.output
+    assert (end.status, end.lines) == (2, ["zmpi: error: --heads: 7 does not divide width 64"]), (
+        end.output
+    )
     assert "Traceback" not in end.output
 
 
@@ -81,13 +91,21 @@ def test_an_agreed_error_before_any_world_is_one_line_too(end):
 @world(Script(MEET + "if rank == 1: raise UsageError('FILE: unreadable')\nall_gather('next')"))
 def test_an_agreed_error_that_only_one_rank_raises_is_told_as_that_ranks_exit(end):
     assert (end.status, len(end.lines)) == (2, 1), end.output
-    assert end.lines[0].startswith("zmpi: rank 1: exited with status 2 (FILE: unreadable) after all_gather first;")
+    assert end.lines[0].startswith(
+        "zmpi: rank 1: exited with status 2 (FILE: unreadable) after all_gather first;"
+    )
 
 
-BAR = MEET + "guard.line_start = '\\n'\nsys.stderr.write('50% |#####    |'); comm.Barrier(); time.sleep(0.2)\n"
+BAR = (
+    MEET
+    + "guard.line_start = '\\n'\nsys.stderr.write('50% |#####    |'); comm.Barrier(); time.sleep(0.2)\n"
+)
 
 
-@world(Script(BAR + "raise Agreed('over')"), Script(BAR + "os.kill(os.getpid(), signal.SIGTERM); time.sleep(100)"))
+@world(
+    Script(BAR + "raise Agreed('over')"),
+    Script(BAR + "os.kill(os.getpid(), signal.SIGTERM); time.sleep(100)"),
+)
 def test_a_message_does_not_stand_behind_a_progress_bar(end):
     assert end.lines in (["zmpi: error: over"], ["zmpi: rank 0: ended by SIGTERM"]), end.output
 
@@ -100,7 +118,9 @@ def test_the_same_exception_on_all_ranks_is_one_traceback(end):
 
 @world(Script(MEET + "{}[rank]"))
 def test_different_exceptions_at_the_same_time_are_a_line_each(end):
-    assert (end.status, end.lines) == (1, [f"zmpi: rank {n}: KeyError: {n}" for n in range(3)]), end.output
+    assert (end.status, end.lines) == (1, [f"zmpi: rank {n}: KeyError: {n}" for n in range(3)]), (
+        end.output
+    )
 
 
 @world(Script("if rank == 2: raise OSError('no data')\n" + MEET))
@@ -121,7 +141,10 @@ def test_an_exit_before_the_first_world_is_told(end):
 
 @world(Script("if rank == 1: time.sleep(100)\nguard.meet(3)"))
 def test_a_rank_that_never_makes_a_world_is_named(end):
-    assert (end.status, end.lines) == (1, ["zmpi: World() did not complete within 3 s: rank 1 never made one"]), end.output
+    assert (end.status, end.lines) == (
+        1,
+        ["zmpi: World() did not complete within 3 s: rank 1 never made one"],
+    ), end.output
 
 
 @world(Script(MEET + "sys.exit(3)"), Script("sys.exit(3)"), Script(MEET + "raise SystemExit(3)"))
@@ -129,7 +152,12 @@ def test_all_ranks_may_exit_with_a_status_of_their_choice(end):
     assert (end.status, end.lines) == (3, []), end.output
 
 
-@world(Script(MEET + "with guard.waiting('all_gather next'):\n    sys.exit(3) if rank == 1 else comm.allgather(rank)"))
+@world(
+    Script(
+        MEET
+        + "with guard.waiting('all_gather next'):\n    sys.exit(3) if rank == 1 else comm.allgather(rank)"
+    )
+)
 def test_who_leaves_a_wait_by_an_exit_has_not_taken_part_in_it(end):
     assert (end.status, len(end.lines)) == (3, 1), end.output
     assert "; the others stand in all_gather next" in end.lines[0]
@@ -145,18 +173,28 @@ def test_who_exits_alone_ends_the_world_with_a_status_other_than_0(end):
 @world(Script(MEET + "os.kill(os.getpid(), signal.SIGINT); time.sleep(100)"))
 def test_a_signal_to_all_ranks_is_one_line(end):
     """Which is what Ctrl-C in a terminal is: the launcher passes it on to every rank."""
-    assert (end.status, end.lines) == (128 + signal.SIGINT, ["zmpi: rank 0: ended by SIGINT"]), end.output
+    assert (end.status, end.lines) == (128 + signal.SIGINT, ["zmpi: rank 0: ended by SIGINT"]), (
+        end.output
+    )
 
 
 def test_ctrl_c_ends_one_process_with_one_line_too():
     code = HEAD + "os.kill(os.getpid(), signal.SIGINT); time.sleep(100)"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=False, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "zmpi: rank 0: ended by SIGINT\n")
 
 
 @world(
     Script(
-        MEET + "t = threading.Thread(target=lambda: 1 // (rank - 1))\nt.start(); t.join(); all_gather('next'); time.sleep(9)"
+        MEET
+        + "t = threading.Thread(target=lambda: 1 // (rank - 1))\nt.start(); t.join(); all_gather('next'); time.sleep(9)"
     )
 )
 def test_an_exception_in_another_thread_ends_all(end):
@@ -164,26 +202,47 @@ def test_an_exception_in_another_thread_ends_all(end):
     assert end.lines[0].startswith("zmpi: rank 1: ZeroDivisionError: ")
 
 
-@world(Script(MEET + "guard.timeout = 2\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\nall_gather('next')"))
+@world(
+    Script(
+        MEET
+        + "guard.timeout = 2\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\nall_gather('next')"
+    )
+)
 def test_a_stopped_rank_gives_no_answer(end):
     """SIGSTOP holds all threads of the process, as a dead node or a system call that never returns would."""
-    assert (end.status, end.lines) == (1, ["zmpi: all_gather next did not complete within 2 s: no answer from rank 1"])
+    assert (end.status, end.lines) == (
+        1,
+        ["zmpi: all_gather next did not complete within 2 s: no answer from rank 1"],
+    )
     assert "  rank 1: no answer\n" in end.output
 
 
 @world(Script(MEET + "guard.timeout = 2\nif rank == 0: time.sleep(100)\nall_gather('next')"))
 def test_the_report_of_a_timeout_has_a_line_for_every_rank(end):
-    assert (end.status, end.lines) == (1, ["zmpi: all_gather next did not complete within 2 s: rank 0 never arrived"])
+    assert (end.status, end.lines) == (
+        1,
+        ["zmpi: all_gather next did not complete within 2 s: rank 0 never arrived"],
+    )
     assert "  rank 0: outside, after all_gather first (wait 1)\n" in end.output
     assert "  rank 1: in all_gather next (wait 2) for 2." in end.output
     assert "  rank 2: in all_gather next (wait 2) for 2." in end.output
 
 
-FAULTS = ("raise ValueError('x')", "time.sleep(100)", "sys.exit(3)", "os.kill(os.getpid(), signal.SIGTERM)")
-ALONE = [Script(f"{MEET}guard.timeout = 2\nif rank == 1: {fault}\nall_gather('next')") for fault in FAULTS]
+FAULTS = (
+    "raise ValueError('x')",
+    "time.sleep(100)",
+    "sys.exit(3)",
+    "os.kill(os.getpid(), signal.SIGTERM)",
+)
+ALONE = [
+    Script(f"{MEET}guard.timeout = 2\nif rank == 1: {fault}\nall_gather('next')")
+    for fault in FAULTS
+]
 
 
-@world(*(Script(script.body, environment={"MPI4PY_RC_THREAD_LEVEL": "serialized"}) for script in ALONE))
+@world(
+    *(Script(script.body, environment={"MPI4PY_RC_THREAD_LEVEL": "serialized"}) for script in ALONE)
+)
 def test_without_threads_in_mpi_nobody_hangs_either(end):
     """Ranks cannot ask each other then: who exits alone is not told from who sleeps."""
     assert end.status and len(end.lines) == 1, end.output
@@ -219,7 +278,9 @@ for _ in range(2):
 @world(Script(MEET + FINISH, 1), Script(MEET + FINISH, 3))
 def test_the_first_signal_may_be_kept_for_the_end_of_a_step(end):
     """With checkpoints a run wants to save before it ends; whoever sends a second signal does not want to wait."""
-    assert (end.status, end.lines) == (128 + signal.SIGUSR1, ["zmpi: rank 0: ended by SIGUSR1"]), end.output
+    assert (end.status, end.lines) == (128 + signal.SIGUSR1, ["zmpi: rank 0: ended by SIGUSR1"]), (
+        end.output
+    )
     assert end.output.count(f"asked to stop by {int(signal.SIGUSR1)}") == end.size
 
 
@@ -232,7 +293,9 @@ def test_a_scripts_own_signal_handler_stays(end):
     assert (end.status, end.lines, end.output.count("mine")) == (0, [], 3), end.output
 
 
-@world(Script(MEET + "guard.close(); MPI.Finalize()"), Script(MEET + "MPI.Finalize(); time.sleep(0.5)"))
+@world(
+    Script(MEET + "guard.close(); MPI.Finalize()"), Script(MEET + "MPI.Finalize(); time.sleep(0.5)")
+)
 def test_a_script_may_finalize_mpi_itself(end):
     assert (end.status, end.lines) == (0, []), end.output
 

@@ -46,19 +46,29 @@ def nvrtc():
     return ctypes.CDLL(str(found[0])) if found else None
 
 
-@pytest.mark.skipif(nvrtc() is None or cuda_includes() is None, reason="NVRTC is not installed: pip install zmpi[kernels]")
+@pytest.mark.skipif(
+    nvrtc() is None or cuda_includes() is None,
+    reason="NVRTC is not installed: pip install zmpi[kernels]",
+)
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("define", ["FLOAT16", "BFLOAT16", "FLOAT32", "FLOAT64"])
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.parent.name)
 def test_every_kernel_compiles(source, define, architecture):
-    status, log, size = compiled((ROOT / "models" / "prelude.cuh").read_text() + source.read_text(), define, architecture)
+    status, log, size = compiled(
+        (ROOT / "models" / "prelude.cuh").read_text() + source.read_text(), define, architecture
+    )
     assert status == 0, log
     assert size > 1000
 
 
-@pytest.mark.skipif(nvrtc() is None or cuda_includes() is None, reason="NVRTC is not installed: pip install zmpi[kernels]")
+@pytest.mark.skipif(
+    nvrtc() is None or cuda_includes() is None,
+    reason="NVRTC is not installed: pip install zmpi[kernels]",
+)
 def test_a_wrong_kernel_does_not_compile():
-    status, log, _ = compiled('extern "C" __global__ void k(float *x) { x[0] = y; }', "FLOAT32", "sm_90")
+    status, log, _ = compiled(
+        'extern "C" __global__ void k(float *x) { x[0] = y; }', "FLOAT32", "sm_90"
+    )
     assert status and "identifier" in log
 
 
@@ -67,7 +77,9 @@ def compiled(text, define, architecture):
     library, program = nvrtc(), ctypes.c_void_p()
     library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"k.cu", 0, None, None)
     flags = [f"-arch={architecture}", "-std=c++17", f"-D{define}", f"-I{cuda_includes()}"]
-    status = library.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*map(str.encode, flags)))
+    status = library.nvrtcCompileProgram(
+        program, len(flags), (ctypes.c_char_p * len(flags))(*map(str.encode, flags))
+    )
     size, length = ctypes.c_size_t(), ctypes.c_size_t()
     library.nvrtcGetProgramLogSize(program, ctypes.byref(length))
     log = ctypes.create_string_buffer(length.value)
@@ -101,7 +113,9 @@ def rounded(array, dtype):
 def assert_close(found, expected, dtype):
     found = np.asarray(found).astype(np.float64)
     scale = np.abs(expected).max()
-    assert np.abs(found - expected).max() <= TOLERANCE[dtype] * scale, np.abs(found - expected).max() / scale
+    assert np.abs(found - expected).max() <= TOLERANCE[dtype] * scale, (
+        np.abs(found - expected).max() / scale
+    )
 
 
 def pair(array, dtype):
@@ -116,7 +130,9 @@ def wide(dtype):
 def test_cupys_arrays_are_handed_to_the_twin(twins, monkeypatch):
     called = []
     monkeypatch.setattr(twins[0], "gelu", lambda x: called.append("gelu") or x)
-    monkeypatch.setattr(twins[1], "sums_of_squares", lambda x, pieces: called.append("squares") or [])
+    monkeypatch.setattr(
+        twins[1], "sums_of_squares", lambda x, pieces: called.append("squares") or []
+    )
     ops.gelu(here(normal(2, 3)))
     sums_of_squares(here(normal(24)), 24)
     assert called == ["gelu", "squares"]
@@ -140,19 +156,28 @@ def test_every_twin_has_the_name_and_signature_of_its_reference(twins):
         (zmpi.sums, twins[1]),
     ):
         for name, function in vars(module).items():
-            if getattr(function, "__code__", None) is on_gpu(normal).__code__ and function.__module__ == module.__name__:
-                assert inspect.signature(function) == inspect.signature(getattr(kernels, name)), name
+            if (
+                getattr(function, "__code__", None) is on_gpu(normal).__code__
+                and function.__module__ == module.__name__
+            ):
+                assert inspect.signature(function) == inspect.signature(getattr(kernels, name)), (
+                    name
+                )
                 found += 1
     assert found == 11 + 2 + 1 + 3
 
 
 @dtypes
 def test_linear(twins, dtype):
-    (x, x_), (w, w_), (b, b_), (dy, dy_) = (pair(normal(*s), dtype) for s in ((2, 7, 5), (5, 9), (9,), (2, 7, 9)))
+    (x, x_), (w, w_), (b, b_), (dy, dy_) = (
+        pair(normal(*s), dtype) for s in ((2, 7, 5), (5, 9), (9,), (2, 7, 9))
+    )
     assert_close(ops.linear(x_, w_, b_), ops.linear(x, w, b), dtype)
     dw, db = np.ones_like(w), np.ones_like(b)
     dw_, db_ = here(dw.astype(wide(dtype))), here(db.astype(wide(dtype)))
-    assert_close(ops.linear_backward(dy_, x_, w_, dw_, db_), ops.linear_backward(dy, x, w, dw, db), dtype)
+    assert_close(
+        ops.linear_backward(dy_, x_, w_, dw_, db_), ops.linear_backward(dy, x, w, dw, db), dtype
+    )
     assert_close(dw_, dw, dtype)
     assert_close(db_, db, dtype)
 
@@ -175,13 +200,19 @@ def test_gelu_with_a_bias(twins, dtype):
     db_ = here(np.ones(7, wide(dtype)))
     dx_, dx = fused.bias_gelu_backward(dy_, x_, db_), ops.gelu_backward(dy, x + b)
     assert_close(dx_, dx, dtype)
-    assert_close(db_, 1 + np.asarray(dx_).astype(np.float64).sum(axis=0), np.float32 if dtype != np.float64 else dtype)
+    assert_close(
+        db_,
+        1 + np.asarray(dx_).astype(np.float64).sum(axis=0),
+        np.float32 if dtype != np.float64 else dtype,
+    )
 
 
 @dtypes
 @pytest.mark.parametrize("rows", [3, 300])
 def test_layer_norm(twins, dtype, rows):
-    (x, x_), (gain, gain_), (bias, bias_) = (pair(1 + normal(*s, seed=2), dtype) for s in ((rows, 50), (50,), (50,)))
+    (x, x_), (gain, gain_), (bias, bias_) = (
+        pair(1 + normal(*s, seed=2), dtype) for s in ((rows, 50), (50,), (50,))
+    )
     y_, (hat_, rstd_) = ops.layer_norm(x_, gain_, bias_)
     y, saved = ops.layer_norm(x, gain, bias)
     for found, expected in ((y_, y), (hat_, saved[0]), (rstd_, saved[1])):
@@ -199,7 +230,10 @@ def test_layer_norm(twins, dtype, rows):
 @dtypes
 @pytest.mark.parametrize(("B", "T", "heads", "D"), [(2, 70, 3, 4), (1, 5, 1, 8), (2, 1, 2, 3)])
 def test_attention(twins, dtype, B, T, heads, D):
-    (qkv, qkv_), (dy, dy_) = pair(normal(B, T, 3 * heads * D), dtype), pair(normal(B, T, heads * D, seed=1), dtype)
+    (qkv, qkv_), (dy, dy_) = (
+        pair(normal(B, T, 3 * heads * D), dtype),
+        pair(normal(B, T, heads * D, seed=1), dtype),
+    )
     y_, lse_ = attention.attention(qkv_, heads)
     y, lse = attention.attention(qkv, heads)
     assert_close(y_, y, dtype)
@@ -211,7 +245,9 @@ def test_attention(twins, dtype, B, T, heads, D):
 
 @dtypes
 def test_attention_of_a_few_new_positions(twins, dtype):
-    (q, q_), (k, k_), (v, v_) = (pair(normal(3, length, 4, seed=length), dtype) for length in (2, 9, 9))
+    (q, q_), (k, k_), (v, v_) = (
+        pair(normal(3, length, 4, seed=length), dtype) for length in (2, 9, 9)
+    )
     y, y_ = np.empty((3, 2, 4)), here(np.empty((3, 2, 4), dtype))
     cached.attention_to_all(q, k, v, y)
     cached.attention_to_all(q_, k_, v_, y_)
@@ -240,14 +276,24 @@ def test_cross_entropy(twins, dtype, divisor):
 
 
 def test_cross_entropy_survives_large_logits(twins):
-    loss, d = ops.cross_entropy(here(np.float32(1e4) * normal(3, 7).astype(np.float32)), here(np.array([0, 1, 2])), 3)
+    loss, d = ops.cross_entropy(
+        here(np.float32(1e4) * normal(3, 7).astype(np.float32)), here(np.array([0, 1, 2])), 3
+    )
     assert np.isfinite(loss) and np.isfinite(d).all()
 
 
 def test_a_product_of_every_arrangement(twins):
     a, b, out = normal(3, 4, 5), normal(3, 5, 6), normal(3, 4, 6)
-    for a_ in (here(a), here(a.swapaxes(1, 2).copy()).swapaxes(1, 2), here(np.repeat(a, 2, axis=1))[:, ::2]):
-        for b_ in (here(b), here(b.swapaxes(1, 2).copy()).swapaxes(1, 2), here(np.repeat(b, 2, axis=2))[:, :, ::2]):
+    for a_ in (
+        here(a),
+        here(a.swapaxes(1, 2).copy()).swapaxes(1, 2),
+        here(np.repeat(a, 2, axis=1))[:, ::2],
+    ):
+        for b_ in (
+            here(b),
+            here(b.swapaxes(1, 2).copy()).swapaxes(1, 2),
+            here(np.repeat(b, 2, axis=2))[:, :, ::2],
+        ):
             for out_ in (here(out), here(np.repeat(out, 2, axis=1))[:, ::2]):
                 twins[0].multiply(a_, b_, out_)
                 np.testing.assert_allclose(out_, a @ b, rtol=0, atol=1e-13)  # sums of 5 terms
@@ -271,15 +317,25 @@ def test_a_step_on_the_twins_is_the_references_step(twins, model):
     targets = np.array([4, -1, 4]) if isinstance(model, MLP) else np.roll(inputs, -1, axis=1)
     results = []
     for make in (np.array, here):
-        weights = {u: {n: make(a) for n, a in w.items()} for u, w in plain_weights(model, 0, np.float64).items()}
+        weights = {
+            u: {n: make(a) for n, a in w.items()}
+            for u, w in plain_weights(model, 0, np.float64).items()
+        }
         gradients = []
-        loss = plain_step(model, weights, [(make(inputs), make(targets))], lambda w, dw, out=gradients: out.append(dw))
+        loss = plain_step(
+            model,
+            weights,
+            [(make(inputs), make(targets))],
+            lambda w, dw, out=gradients: out.append(dw),
+        )
         results.append((loss, gradients[0]))
     (loss, expected), (loss_, found) = results
     assert loss_ == pytest.approx(loss, rel=1e-12)
     for unit, named in expected.items():
         for name, array in named.items():
-            np.testing.assert_allclose(found[unit][name], array, rtol=0, atol=1e-13, err_msg=name)  # float64 sums
+            np.testing.assert_allclose(
+                found[unit][name], array, rtol=0, atol=1e-13, err_msg=name
+            )  # float64 sums
 
 
 # ---- zmpi's ----------------------------------------------------------------------------------------------------------
@@ -296,7 +352,9 @@ def test_the_sum_of_slices_is_ordered_to_the_bit(twins, dtype, fresh):
         add_in_order(here(rows), out_, fresh)
         assert out_.tobytes() == out.tobytes()
         add_in_order(rows[::-1], out, fresh=True)
-        add_in_order(here(rows)[::-1], out_, fresh=True)  # rows in another order are read as they lie
+        add_in_order(
+            here(rows)[::-1], out_, fresh=True
+        )  # rows in another order are read as they lie
         assert out_.tobytes() == out.tobytes()
 
 
@@ -310,7 +368,9 @@ def test_a_sum_is_not_added_onto_16_bits(twins):
 def test_sums_of_squares(twins, dtype, length):
     vector = (1e3 * normal(6 * length)).astype(dtype)
     found = sums_of_squares(here(vector), 6)
-    assert found == pytest.approx([sum_of_squares(piece) for piece in np.split(vector, 6)], rel=1e-13)
+    assert found == pytest.approx(
+        [sum_of_squares(piece) for piece in np.split(vector, 6)], rel=1e-13
+    )
     assert all(isinstance(value, float) for value in found)
 
 
@@ -322,15 +382,24 @@ def test_adamw(twins, dtype, factor):
     decayed = [(0, 50, True), (64, 100, False), (128, 190, True)]  # holes of padding
     slices = []
     for make, kind in ((np.array, np.float64), (here, wide(dtype))):
-        master, gradient = make(rounded(p, wide(dtype)).astype(kind)), make(rounded(g, dtype).astype(kind))
-        moments = {"m": make(rounded(m, wide(dtype)).astype(kind)), "v": make(rounded(v, wide(dtype)).astype(kind))}
+        master, gradient = (
+            make(rounded(p, wide(dtype)).astype(kind)),
+            make(rounded(g, dtype).astype(kind)),
+        )
+        moments = {
+            "m": make(rounded(m, wide(dtype)).astype(kind)),
+            "v": make(rounded(v, wide(dtype)).astype(kind)),
+        }
         slices.append(Slice(master, gradient, moments, decayed))
     expected, found = slices
     found.gradient = here(g.astype(dtype))
     found.stored = here(np.full(n, 3, dtype)) if narrow else None
     optimizer.update(expected, 3, factor)
     optimizer.update(found, 3, factor)
-    for one, other in ((found.master, expected.master), *((found.moments[k], expected.moments[k]) for k in "mv")):
+    for one, other in (
+        (found.master, expected.master),
+        *((found.moments[k], expected.moments[k]) for k in "mv"),
+    ):
         assert_close(one, other, wide(dtype))
     if narrow:
         inside = np.concatenate([np.arange(start, stop) for start, stop, _ in decayed])

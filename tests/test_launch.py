@@ -22,7 +22,9 @@ def eight_cores(monkeypatch):
 def python(script, environ):
     """What another Python prints that runs the script."""
     environ = {**environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def threads(environ):
@@ -42,7 +44,10 @@ def threads(environ):
         ({"SLURM_NTASKS_PER_NODE": "8"}, 1),
         ({"SLURM_TASKS_PER_NODE": "2(x3),4"}, 2),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x16)"}, 4),
-        ({"SLURM_TASKS_PER_NODE": "8", "MPI_LOCALNRANKS": "2"}, 4),  # mpirun inside an allocation: mpirun knows better
+        (
+            {"SLURM_TASKS_PER_NODE": "8", "MPI_LOCALNRANKS": "2"},
+            4,
+        ),  # mpirun inside an allocation: mpirun knows better
         ({"MPI_LOCALNRANKS": "12"}, 1),  # more ranks than cores
         ({"MPI_LOCALNRANKS": ""}, 8),
     ],
@@ -91,7 +96,9 @@ print(next(getattr(library, name)() for name in ask if hasattr(library, name)))
 """
 
 
-@pytest.mark.parametrize("first", ["import numpy as np; import zmpi", "import zmpi; import numpy as np"])
+@pytest.mark.parametrize(
+    "first", ["import numpy as np; import zmpi", "import zmpi; import numpy as np"]
+)
 def test_the_blas_really_has_that_many_threads(first):
     """Also where a script imports NumPy before zmpi, when the environment comes too late."""
     environ = {name: value for name, value in os.environ.items() if name not in launch.THREADS}
@@ -136,7 +143,11 @@ def test_kernels_that_the_user_chose_are_kept(tmp_path):
 
 
 def test_freed_memory_is_kept_or_there_is_no_glibc():
-    known = "glibc" in os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else False
+    known = (
+        "glibc" in os.confstr("CS_GNU_LIBC_VERSION")
+        if "CS_GNU_LIBC_VERSION" in os.confstr_names
+        else False
+    )
     assert launch.keep_freed_memory() in (("thresholds", "no mmap") if known else ("nothing",))
 
 
@@ -200,14 +211,22 @@ print(launch.use_huge_pages(), np.ones(1 << 22).sum())
 )
 def test_a_world_of_one_under_a_launcher_that_started_more_is_an_error(environ, named):
     line = launch.lonely_launch(environ, 1, LIBRARY)
-    assert line.startswith(f"{named} started more than one process") and "MPICH Version: 5.0.2" in line
+    assert (
+        line.startswith(f"{named} started more than one process") and "MPICH Version: 5.0.2" in line
+    )
     assert "\n" not in line
     assert launch.lonely_launch(environ, 4, LIBRARY) is None
 
 
 @pytest.mark.parametrize(
     "environ",
-    [{}, {"PMI_SIZE": "1"}, {"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}, {"PMI_SIZE": ""}],
+    [
+        {},
+        {"PMI_SIZE": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"},
+        {"SLURM_STEP_NUM_TASKS": "1"},
+        {"PMI_SIZE": ""},
+    ],
 )
 def test_a_world_of_one_that_was_asked_for_is_none(environ):
     assert launch.lonely_launch(environ, 1, LIBRARY) is None

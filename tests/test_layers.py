@@ -48,7 +48,9 @@ def test_forward_leaves_its_input_and_the_weights_as_they_were(case):
 @both_models
 def test_forward_twice_gives_the_same_bits(case):
     for layer, w, x, y, saved in walk(case):
-        for (_, first), (place, second) in zip(arrays_of((y, saved)), arrays_of(layer.forward(w, x)), strict=True):
+        for (_, first), (place, second) in zip(
+            arrays_of((y, saved)), arrays_of(layer.forward(w, x)), strict=True
+        ):
             np.testing.assert_array_equal(first, second, err_msg=f"{layer.name} {place}")
 
 
@@ -80,7 +82,9 @@ def test_results_do_not_depend_on_where_the_weights_lie(case):
     for offset in (1, 3, 6):
         moved, moved_gradients = at_offset(weights, offset), at_offset(zeros_like(weights), offset)
         assert forward_backward(model, moved, moved_gradients, batch, 3) == loss
-        for (name, dw), (_, moved_dw) in zip(arrays_of(gradients), arrays_of(moved_gradients), strict=True):
+        for (name, dw), (_, moved_dw) in zip(
+            arrays_of(gradients), arrays_of(moved_gradients), strict=True
+        ):
             np.testing.assert_array_equal(dw, moved_dw, err_msg=name)
 
 
@@ -88,7 +92,11 @@ def at_offset(weights, offset):
     """The same numbers as views into one flat vector a unit, from element `offset` on."""
     views = {}
     for unit, w in weights.items():
-        vector, start, views[unit] = np.zeros(offset + sum(a.size for a in w.values()), np.float32), offset, {}
+        vector, start, views[unit] = (
+            np.zeros(offset + sum(a.size for a in w.values()), np.float32),
+            offset,
+            {},
+        )
         for name, array in w.items():
             views[unit][name] = vector[start : start + array.size].reshape(array.shape)
             views[unit][name][...] = array
@@ -137,7 +145,10 @@ def test_micro_batches_are_added_from_left_to_right(case):
         for (_, total), (_, dw) in zip(arrays_of(expected), arrays_of(partial), strict=True):
             total += dw
     seen = []
-    assert plain_step(model, weights, batches, lambda weights, gradients: seen.append(gradients)) == loss_sum / counted
+    assert (
+        plain_step(model, weights, batches, lambda weights, gradients: seen.append(gradients))
+        == loss_sum / counted
+    )
     for (name, total), (_, dw) in zip(arrays_of(expected), arrays_of(seen[0]), strict=True):
         np.testing.assert_array_equal(total, dw, err_msg=name)
 
@@ -150,7 +161,10 @@ def test_a_micro_batch_without_counted_targets_adds_nothing():
         seen.append(gradients)
 
     one = plain_step(model, weights, [(inputs, targets)], keep)
-    assert plain_step(model, weights, [(inputs, targets), (inputs, np.full_like(targets, -1))], keep) == one
+    assert (
+        plain_step(model, weights, [(inputs, targets), (inputs, np.full_like(targets, -1))], keep)
+        == one
+    )
     for (name, first), (_, second) in zip(arrays_of(seen[0]), arrays_of(seen[1]), strict=True):
         np.testing.assert_array_equal(first, second, err_msg=name)
 
@@ -264,11 +278,20 @@ def sent_elsewhere(nested):
 def test_one_source_serves_arrays_that_are_not_numpys(case):
     model, weights, (inputs, targets) = case(np.float32)
     expected, result = [], []
-    loss = plain_step(model, weights, [(inputs, targets)], lambda w, gradients: expected.append(gradients))
+    loss = plain_step(
+        model, weights, [(inputs, targets)], lambda w, gradients: expected.append(gradients)
+    )
     Elsewhere.dtypes.clear()
     batch = (Elsewhere(inputs), Elsewhere(targets))
-    assert plain_step(model, sent_elsewhere(weights), [batch], lambda w, gradients: result.append(gradients)) == loss
+    assert (
+        plain_step(
+            model, sent_elsewhere(weights), [batch], lambda w, gradients: result.append(gradients)
+        )
+        == loss
+    )
     for (name, here), (_, there) in zip(arrays_of(expected[0]), arrays_of(result[0]), strict=True):
         np.testing.assert_array_equal(there.array, here, err_msg=name)
     # every result of every call: floats are float32; the loss sum, which has no axes, is float64
-    assert {d for d, has_axes in Elsewhere.dtypes if has_axes and d.kind == "f"} == {np.dtype(np.float32)}
+    assert {d for d, has_axes in Elsewhere.dtypes if has_axes and d.kind == "f"} == {
+        np.dtype(np.float32)
+    }

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from zmpi.layout import PIECES, Layout, chunks
 
-shapes = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
+shapes = st.lists(
+    st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6
+)
 shapes = shapes.map(lambda found: {f"p{i}": shape for i, shape in enumerate(found)})
 ranks = st.integers(1, 9)
 
@@ -26,7 +28,9 @@ def test_parameters_lie_one_after_another_in_order(shapes, shards):
     views = layout.views(vector)
     assert list(views) == list(shapes)
     assert [view.shape for view in views.values()] == list(shapes.values())
-    assert np.concatenate([view.ravel() for view in views.values()]).tolist() == list(range(layout.elements))
+    assert np.concatenate([view.ravel() for view in views.values()]).tolist() == list(
+        range(layout.elements)
+    )
 
 
 @given(shapes, ranks)
@@ -55,7 +59,9 @@ def test_every_number_of_ranks_that_divides_24_pads_alike(shards):
     for elements in range(1, 100):
         layout = layout_of({"a": (elements,)}, shards)
         assert layout.padded == layout_of({"a": (elements,)}, 1).padded
-        assert layout.padded // (layout.pieces * shards) == layout.padded // 24  # the norm's pieces are the same too
+        assert (
+            layout.padded // (layout.pieces * shards) == layout.padded // 24
+        )  # the norm's pieces are the same too
 
 
 @given(shapes, ranks)
@@ -102,7 +108,9 @@ def test_chunks_cover_a_range_once_and_in_order(length, limit):
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
-def test_no_count_of_a_unit_of_more_than_2_to_the_31_elements_comes_near_2_to_the_31(shards, itemsize):
+def test_no_count_of_a_unit_of_more_than_2_to_the_31_elements_comes_near_2_to_the_31(
+    shards, itemsize
+):
     """B13 (a), integers only: as the communicator cuts, a chunk is 1 element of a datatype of so many; their sum too."""
     layout = layout_of({"a": (2**31 + 7,)}, shards)
     limit = max(1, (16 << 20) // (itemsize * shards))

@@ -51,7 +51,9 @@ def test_a_range_needs_only_its_own_blocks(tmp_path, small_blocks):
     with BlockReader(tmp_path / "file", record) as reader:
         reader.read(0, np.empty(64, np.uint8))
         reader.read(128, np.empty(72, np.uint8))
-        with pytest.raises(ValueError, match="file: the block at byte 64 has another checksum: damaged"):
+        with pytest.raises(
+            ValueError, match="file: the block at byte 64 has another checksum: damaged"
+        ):
             reader.read(127, np.empty(2, np.uint8))
 
 
@@ -62,7 +64,10 @@ def test_every_flipped_bit_of_a_file_is_found(tmp_path, small_blocks):
         damaged = data.copy()
         damaged[bit // 8] ^= 1 << bit % 8
         damaged.tofile(tmp_path / "file")
-        with BlockReader(tmp_path / "file", record) as reader, pytest.raises(ValueError, match="damaged"):
+        with (
+            BlockReader(tmp_path / "file", record) as reader,
+            pytest.raises(ValueError, match="damaged"),
+        ):
             reader.check(0, len(record.sums))
 
 
@@ -81,14 +86,20 @@ def test_a_shorter_or_longer_or_missing_file_is_refused(tmp_path):
 def test_a_full_disk_is_told_with_the_file():
     writer = BlockWriter.__new__(BlockWriter)
     writer.path, writer._filled, writer._crc = "/dev/full", 0, 0
-    with open("/dev/full", "wb", buffering=0) as writer._file, pytest.raises(ValueError, match="/dev/full: No space left"):
+    with (
+        open("/dev/full", "wb", buffering=0) as writer._file,
+        pytest.raises(ValueError, match="/dev/full: No space left"),
+    ):
         writer.write(np.zeros(5, np.float32))
 
 
 # ---- the manifest ----------------------------------------------------------------------------------------------------
 
 
-UNITS = {"outer": ("", {"wte.weight": (5, 3), "gain": (4,), "empty": (0, 2)}), "h.0": ("h.0.", {"w": (7, 2), "b": (1,)})}
+UNITS = {
+    "outer": ("", {"wte.weight": (5, 3), "gain": (4,), "empty": (0, 2)}),
+    "h.0": ("h.0.", {"w": (7, 2), "b": (1,)}),
+}
 
 
 def save(path, size):
@@ -105,9 +116,17 @@ def save(path, size):
                 values[layout.prefix + name, vector] = view.ravel()
     files = []
     for rank in range(size):
-        parts = [wholes[layout.name, vector][layout.shard(rank)] for layout in layouts for vector in ("master", "m")]
+        parts = [
+            wholes[layout.name, vector][layout.shard(rank)]
+            for layout in layouts
+            for vector in ("master", "m")
+        ]
         files.append(written(path / f"rank-{rank}.bin", *parts).entry())
-    entries = {"master": "float32", "vectors": ["master", "m"], "units": [unit_entry(layout) for layout in layouts]}
+    entries = {
+        "master": "float32",
+        "vectors": ["master", "m"],
+        "units": [unit_entry(layout) for layout in layouts],
+    }
     Manifest(path, {**entries, "files": files, "step": 3}).write()
     return values
 
@@ -119,14 +138,20 @@ def test_every_range_of_every_parameter_is_found_by_name(tmp_path_factory, size,
     path = tmp_path_factory.mktemp("checkpoint") / "step"
     values = save(path, size)
     manifest = Manifest.read(path)
-    (name, vector), value = data.draw(st.sampled_from(sorted(values.items(), key=lambda item: item[0])))
+    (name, vector), value = data.draw(
+        st.sampled_from(sorted(values.items(), key=lambda item: item[0]))
+    )
     start = data.draw(st.integers(0, len(value)))
     stop = data.draw(st.integers(start, len(value)))
     out = np.full(len(value), np.nan, np.float32)
     for piece in manifest.pieces(name, vector, start, stop):
         with manifest.open(piece.file) as reader:
             reader.read(piece.byte, out[piece.start : piece.stop])
-    assert (out[start:stop] == value[start:stop]).all() and np.isnan(out[:start]).all() and np.isnan(out[stop:]).all()
+    assert (
+        (out[start:stop] == value[start:stop]).all()
+        and np.isnan(out[:start]).all()
+        and np.isnan(out[stop:]).all()
+    )
 
 
 def test_a_whole_parameter_reads_in_its_shape(tmp_path):
@@ -135,7 +160,11 @@ def test_a_whole_parameter_reads_in_its_shape(tmp_path):
     readers = [manifest.open(file) for file in range(3)]
     for name, shape in manifest.shapes.items():
         array = manifest.read_parameter(name, readers)
-        assert array.shape == shape and (array.ravel() == values[name, "master"]).all() and array.size == prod(shape)
+        assert (
+            array.shape == shape
+            and (array.ravel() == values[name, "master"]).all()
+            and array.size == prod(shape)
+        )
     for reader in readers:
         reader.__exit__()
 
@@ -148,9 +177,15 @@ def test_the_ranks_shares_of_the_check_are_all_blocks(tmp_path, small_blocks):
         path = tmp_path / "step" / record.name
         good = path.read_bytes()
         for number in range(len(record.sums)):
-            path.write_bytes(good[: 64 * number] + bytes([good[64 * number] ^ 4]) + good[64 * number + 1 :])
+            path.write_bytes(
+                good[: 64 * number] + bytes([good[64 * number] ^ 4]) + good[64 * number + 1 :]
+            )
             for shares in (1, 2, 3, 5, 40):
-                assert sum(fails(manifest.check, share, shares) for share in range(shares)) == 1, (file, number, shares)
+                assert sum(fails(manifest.check, share, shares) for share in range(shares)) == 1, (
+                    file,
+                    number,
+                    shares,
+                )
         path.write_bytes(good)
     assert not any(fails(manifest.check, share, 5) for share in range(5))
 
@@ -182,7 +217,12 @@ def test_every_flipped_bit_of_the_manifest_is_found(tmp_path, name):
 
 def test_the_manifests_checksum_is_sha256sums(tmp_path):
     save(tmp_path / "step", 1)
-    subprocess.run(["sha256sum", "--check", "--strict", DIGEST], cwd=tmp_path / "step", check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        ["sha256sum", "--check", "--strict", DIGEST],
+        cwd=tmp_path / "step",
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def test_a_newer_format_is_refused(tmp_path):
@@ -197,8 +237,12 @@ def test_the_first_name_that_differs_is_told(tmp_path):
     manifest = Manifest.read(tmp_path / "step")
     shapes = dict(manifest.shapes)
     assert manifest.differs(shapes, "this model") is None
-    assert "h.0.w: shape (7, 2) in the checkpoint, shape (8, 2) in this" in manifest.differs(shapes | {"h.0.w": (8, 2)}, "this")
-    assert "h.1.w: missing in the checkpoint" in manifest.differs(shapes | {"h.1.w": (8, 2)}, "this")
+    assert "h.0.w: shape (7, 2) in the checkpoint, shape (8, 2) in this" in manifest.differs(
+        shapes | {"h.0.w": (8, 2)}, "this"
+    )
+    assert "h.1.w: missing in the checkpoint" in manifest.differs(
+        shapes | {"h.1.w": (8, 2)}, "this"
+    )
     shapes.pop("gain")
     assert "gain: shape (4,) in the checkpoint, missing in this" in manifest.differs(shapes, "this")
 

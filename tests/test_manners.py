@@ -73,16 +73,25 @@ def test_b(): pass
 def run(folder, body):
     (folder / "world").mkdir(parents=True)
     shutil.copy(HERE / "conftest.py", folder)
-    shutil.copy(HERE / "mpirun.py", folder)  # which it imports; it is read where the checkout lies in the same folder
+    shutil.copy(
+        HERE / "mpirun.py", folder
+    )  # which it imports; it is read where the checkout lies in the same folder
     shutil.copy(HERE / "world" / "conftest.py", folder / "world")
-    (folder / "world" / "test_it.py").write_text(f"import time\nimport pytest\nfrom mpi4py import MPI\n{body}")
-    return run_world(3, ["-m", "pytest", folder / "world", "-q", "-p", "no:cacheprovider"], timeout=40)
+    (folder / "world" / "test_it.py").write_text(
+        f"import time\nimport pytest\nfrom mpi4py import MPI\n{body}"
+    )
+    return run_world(
+        3, ["-m", "pytest", folder / "world", "-q", "-p", "no:cacheprovider"], timeout=40
+    )
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        runs = {name: pool.submit(run, tmp_path_factory.mktemp("manners") / "tests", body) for name, body in CASES.items()}
+        runs = {
+            name: pool.submit(run, tmp_path_factory.mktemp("manners") / "tests", body)
+            for name, body in CASES.items()
+        }
         yield lambda name: runs[name].result()
 
 
@@ -99,7 +108,12 @@ def test_only_rank_0_shows_progress(ended):
 
 
 def test_a_failure_on_one_rank_ends_the_world_and_is_shown(ended):
-    texts = ["rank 1 of 3: ", "test_it.py::test_a failed (call)", "AssertionError: not on 1", "\ncaptured\n"]
+    texts = [
+        "rank 1 of 3: ",
+        "test_it.py::test_a failed (call)",
+        "AssertionError: not on 1",
+        "\ncaptured\n",
+    ]
     assert_ended(ended("fails"), *texts)
 
 

@@ -79,7 +79,9 @@ def test_the_tied_weight_receives_both_gradients():
     forward_backward(model, weights, head, (inputs, targets), 1)
     from_embedding = both["outer"]["wte.weight"] - head["outer"]["wte.weight"]
     assert head["outer"]["wte.weight"].any(axis=1).all()  # the softmax reaches every token
-    np.testing.assert_array_equal(from_embedding.any(axis=1), [token in inputs for token in range(11)])
+    np.testing.assert_array_equal(
+        from_embedding.any(axis=1), [token in inputs for token in range(11)]
+    )
 
 
 # ---- the models ------------------------------------------------------------------------------------------------------
@@ -100,7 +102,10 @@ def test_a_shorter_sequence_is_the_start_of_a_longer_one():
     model, weights, (inputs, targets) = gpt_case()
     # float64: matrix products of other sizes may add up in another order
     np.testing.assert_allclose(
-        logits_of(model, weights, inputs[:, :3]), logits_of(model, weights, inputs)[:, :3], rtol=0, atol=1e-13
+        logits_of(model, weights, inputs[:, :3]),
+        logits_of(model, weights, inputs)[:, :3],
+        rtol=0,
+        atol=1e-13,
     )
     gradients = zeros_like(weights)
     forward_backward(model, weights, gradients, (inputs[:, :3], targets[:, :3]), 1)
@@ -115,19 +120,28 @@ def test_the_gpt_has_the_names_and_shapes_of_gpt_2():
         ("attn.c_attn.weight", (C, 3 * C)),
         ("attn.c_attn.bias", (3 * C,)),
     ]
-    block += [("attn.c_proj.weight", (C, C)), ("attn.c_proj.bias", (C,)), ("ln_2.weight", (C,)), ("ln_2.bias", (C,))]
+    block += [
+        ("attn.c_proj.weight", (C, C)),
+        ("attn.c_proj.bias", (C,)),
+        ("ln_2.weight", (C,)),
+        ("ln_2.bias", (C,)),
+    ]
     block += [("mlp.c_fc.weight", (C, 4 * C)), ("mlp.c_fc.bias", (4 * C,))]
     block += [("mlp.c_proj.weight", (4 * C, C)), ("mlp.c_proj.bias", (C,))]
     expected = {"wte.weight": (11, C), "wpe.weight": (5, C), "ln_f.weight": (C,), "ln_f.bias": (C,)}
     expected |= {f"h.{i}.{name}": shape for i in range(2) for name, shape in block}
     specs = units(GPT(**SMALL_GPT))
     assert list(specs) == ["outer", "h.0", "h.1"]
-    assert {s.prefix + name: shape for s in specs.values() for name, shape in s.shapes.items()} == expected
+    assert {
+        s.prefix + name: shape for s in specs.values() for name, shape in s.shapes.items()
+    } == expected
 
 
 def test_gpt_2_small_has_124439808_parameters():
     specs = units(GPT(layers=12, width=768, heads=12, context=1024, vocab=50257))
-    assert sum(math.prod(shape) for s in specs.values() for shape in s.shapes.values()) == 124_439_808
+    assert (
+        sum(math.prod(shape) for s in specs.values() for shape in s.shapes.values()) == 124_439_808
+    )
 
 
 def test_every_layer_of_the_mlp_is_a_unit_of_its_own():
@@ -175,7 +189,10 @@ def test_inputs_longer_than_the_context_are_an_error(case):
 def test_layers_that_share_a_unit_agree_on_shapes():
     model = GPT(**SMALL_GPT)
     model.layers[-1] = transformer.Head(6, 12)
-    with pytest.raises(ValueError, match=r"^unit outer: wte.weight has shape \(11, 6\) in one layer, \(12, 6\) in another"):
+    with pytest.raises(
+        ValueError,
+        match=r"^unit outer: wte.weight has shape \(11, 6\) in one layer, \(12, 6\) in another",
+    ):
         units(model)
 
 
@@ -216,7 +233,12 @@ def test_initial_weights_are_the_same_numbers_in_both_precisions():
 
 def test_initial_weights_of_the_gpt_have_gpt_2s_scales():
     weights = plain_weights(GPT(layers=8, width=64, heads=4, context=64, vocab=128), 0, np.float32)
-    scales = {"wte.weight": 0.02, "wpe.weight": 0.02, "attn.c_attn.weight": 0.02, "mlp.c_fc.weight": 0.02}
+    scales = {
+        "wte.weight": 0.02,
+        "wpe.weight": 0.02,
+        "attn.c_attn.weight": 0.02,
+        "mlp.c_fc.weight": 0.02,
+    }
     scales |= {"attn.c_proj.weight": 0.005, "mlp.c_proj.weight": 0.005}  # 0.02 / sqrt(2 * 8)
     for unit in ("outer", "h.0", "h.7"):
         for name, array in weights[unit].items():
@@ -224,7 +246,9 @@ def test_initial_weights_of_the_gpt_have_gpt_2s_scales():
                 # 4096 draws or more: the deviation's own deviation is 1/sqrt(2 * 4096) = 1.1 %
                 assert array.std() == pytest.approx(scales[name], rel=0.05), name
             else:
-                np.testing.assert_array_equal(array, 1 if name.startswith("ln") and name.endswith("weight") else 0)
+                np.testing.assert_array_equal(
+                    array, 1 if name.startswith("ln") and name.endswith("weight") else 0
+                )
 
 
 @both_models

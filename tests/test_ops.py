@@ -77,7 +77,12 @@ def test_bias_gelu_is_the_plain_pair_in_one_pass(monkeypatch):
 
 
 def test_layer_norm_backward_is_the_gradient_of_layer_norm():
-    x, gain, bias, dy = 1 + 2 * normal(2, 3, 6), normal(6), normal(6, seed=2), normal(2, 3, 6, seed=1)
+    x, gain, bias, dy = (
+        1 + 2 * normal(2, 3, 6),
+        normal(6),
+        normal(6, seed=2),
+        normal(2, 3, 6, seed=1),
+    )
     dgain, dbias = np.zeros_like(gain), np.zeros_like(bias)
     dx = ops.layer_norm_backward(dy.copy(), ops.layer_norm(x, gain, bias)[1], gain, dgain, dbias)
     for array, gradient in ((x, dx), (gain, dgain), (bias, dbias)):
@@ -88,7 +93,9 @@ def test_layer_norm_backward_is_the_gradient_of_layer_norm():
 @pytest.mark.parametrize("sequences", [1, 2, 3])
 def test_attention_backward_is_the_gradient_of_attention(rows, sequences, monkeypatch):
     monkeypatch.setattr(attention, "ROWS", rows)  # T = 5 in blocks of 2, 2 and 1, and as one block
-    monkeypatch.setattr(attention, "SCORES", sequences * 3 * min(rows, 5) * 5)  # B = 3 one by one, as 2 and 1, at once
+    monkeypatch.setattr(
+        attention, "SCORES", sequences * 3 * min(rows, 5) * 5
+    )  # B = 3 one by one, as 2 and 1, at once
     assert next(attention.attention_blocks(3, 3, 5))[0] == slice(0, sequences)
     qkv, dy = normal(3, 5, 18), normal(3, 5, 6, seed=1)
     dqkv = attention.attention_backward(dy, qkv, *attention.attention(qkv, 3))
@@ -132,7 +139,9 @@ def test_attention_survives_large_scores():
 def test_gelu_has_its_known_values():
     # at 0, 1 and -1 by the formula with 30 digits; at +-30 the tanh is +-1 to the last bit
     expected = [0, 0.84119199060827670, -0.15880800939172330, 30, 0]
-    np.testing.assert_allclose(ops.gelu(np.array([[0, 1, -1, 30, -30.0]]))[0], expected, rtol=0, atol=1e-15)
+    np.testing.assert_allclose(
+        ops.gelu(np.array([[0, 1, -1, 30, -30.0]]))[0], expected, rtol=0, atol=1e-15
+    )
 
 
 def test_layer_norm_leaves_mean_0_and_variance_1():
@@ -142,8 +151,12 @@ def test_layer_norm_leaves_mean_0_and_variance_1():
 
 
 def test_layer_norm_of_large_numbers_stays_finite():
-    x = np.float32(1e18) * normal(2, 300, dtype=np.float32)  # squares near 1e36, float32 ends at 3e38
-    assert np.isfinite(ops.layer_norm(x, np.ones(300, np.float32), np.zeros(300, np.float32))[0]).all()
+    x = np.float32(1e18) * normal(
+        2, 300, dtype=np.float32
+    )  # squares near 1e36, float32 ends at 3e38
+    assert np.isfinite(
+        ops.layer_norm(x, np.ones(300, np.float32), np.zeros(300, np.float32))[0]
+    ).all()
 
 
 def test_cross_entropy_sums_the_counted_targets_only():
@@ -193,16 +206,23 @@ def test_cross_entropy_reuses_the_memory_of_the_logits():
 def everything(offset, dtype=np.float32):
     """Every operation on arrays packed from element `offset` on; returns all results as one list."""
     N, C, H, V = 6, 15, 3, 11
-    x, w, b, gain, bias = packed((2, N, C), (C, 3 * C), (3 * C,), (C,), (C,), offset=offset, dtype=dtype)
+    x, w, b, gain, bias = packed(
+        (2, N, C), (C, 3 * C), (3 * C,), (C,), (C,), offset=offset, dtype=dtype
+    )
     dw, db, dgain, dbias = packed((C, 3 * C), (3 * C,), (C,), (C,), offset=offset, dtype=dtype)
-    table, dtable, logits, dy = packed((V, C), (V, C), (2 * N, V), (2, N, 3 * C), offset=offset, dtype=dtype)
+    table, dtable, logits, dy = packed(
+        (V, C), (V, C), (2 * N, V), (2, N, 3 * C), offset=offset, dtype=dtype
+    )
     tokens = np.arange(2 * N).reshape(2, N) ** 2 % V
     norm, saved = ops.layer_norm(x, gain, bias)
     qkv = ops.linear(norm, w, b)
     y, lse = attention.attention(qkv, H)
     results = [norm, *saved, qkv, y, lse, ops.gelu(qkv), ops.embedding(tokens, table)]
     results += [attention.attention_backward(y, qkv, y, lse), ops.linear_backward(dy, x, w, dw, db)]
-    results += [fused.bias_gelu(slope := qkv.copy(), b), fused.bias_gelu_backward(dy.copy(), slope, db)]
+    results += [
+        fused.bias_gelu(slope := qkv.copy(), b),
+        fused.bias_gelu_backward(dy.copy(), slope, db),
+    ]
     results += [ops.gelu_backward(dy, qkv), ops.layer_norm_backward(y, saved, gain, dgain, dbias)]
     ops.embedding_backward(x, tokens, dtable)
     loss, d = ops.cross_entropy(logits, tokens.reshape(-1) - 1, 9)
@@ -228,7 +248,9 @@ def test_blocks_of_rows_change_nothing_but_the_order_of_sums(monkeypatch):
     monkeypatch.setattr(ops, "BLOCK", 32)  # two rows at a time, or fewer
     monkeypatch.setattr(attention, "ROWS", 4)
     for expected, result in zip(whole, everything(0, np.float64), strict=True):
-        np.testing.assert_allclose(result, expected, rtol=0, atol=1e-13)  # float64 sums of about 20 terms near 1
+        np.testing.assert_allclose(
+            result, expected, rtol=0, atol=1e-13
+        )  # float64 sums of about 20 terms near 1
 
 
 def test_embedding_gradient_adds_onto_what_was_there():

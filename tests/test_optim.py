@@ -46,7 +46,9 @@ def textbook_adamw(optimizer, steps, factor, dtype):
         v = optimizer.beta2 * v + (1 - optimizer.beta2) * g * g
         m_hat, v_hat = m / (1 - optimizer.beta1**t), v / (1 - optimizer.beta2**t)
         lr = optimizer.rate(t)
-        theta = theta - lr * (m_hat / (np.sqrt(v_hat) + optimizer.eps) + optimizer.weight_decay * decay_mask() * theta)
+        theta = theta - lr * (
+            m_hat / (np.sqrt(v_hat) + optimizer.eps) + optimizer.weight_decay * decay_mask() * theta
+        )
         yield theta
 
 
@@ -70,7 +72,10 @@ def test_decay_is_decoupled_and_on_matrices_only_to_the_bit():
         before = owned.master.copy()
         optimizer.update(owned, 1, 1.0)
         matrices = decay_mask().astype(bool)
-        assert owned.master[matrices].tobytes() == (before[matrices] * np.float32(1 - 0.1 * 0.1)).tobytes()
+        assert (
+            owned.master[matrices].tobytes()
+            == (before[matrices] * np.float32(1 - 0.1 * 0.1)).tobytes()
+        )
         assert owned.master[~matrices].tobytes() == before[~matrices].tobytes()
 
 
@@ -99,10 +104,15 @@ def test_moments_do_not_depend_on_the_gradients_width(dtype):
     """A 16-bit gradient is widened before anything is computed with it."""
     optimizer = AdamW(lr=0.1)
     found = []
-    for gradient in (gradient_of(1, np.float16).astype(dtype), gradient_of(1, np.float16).astype(np.float32)):
+    for gradient in (
+        gradient_of(1, np.float16).astype(dtype),
+        gradient_of(1, np.float16).astype(np.float32),
+    ):
         owned = owned_by(optimizer, gradient=gradient)
         optimizer.update(owned, 1, 1 / 1024)
-        found.append([owned.master.tobytes(), *(vector.tobytes() for vector in owned.moments.values())])
+        found.append(
+            [owned.master.tobytes(), *(vector.tobytes() for vector in owned.moments.values())]
+        )
     assert found[0] == found[1]
 
 
@@ -120,7 +130,9 @@ def test_sgd_follows_the_textbook(momentum, factor):
         optimizer.update(owned, t, factor)
         velocity = momentum * velocity + gradient_of(t).astype(np.float64) * factor
         theta = theta * (1 - 0.05 * 0.01 * decay_mask()) - 0.05 * velocity
-        np.testing.assert_allclose(owned.master, theta, rtol=0, atol=5e-6)  # 10 x 5 roundings of numbers below 4: 1.2e-7 each
+        np.testing.assert_allclose(
+            owned.master, theta, rtol=0, atol=5e-6
+        )  # 10 x 5 roundings of numbers below 4: 1.2e-7 each
 
 
 def test_sgd_without_momentum_keeps_no_moments():
@@ -155,9 +167,15 @@ def test_slices_are_updated_as_one_vector_would_be(optimizer, cut):
         owned.gradient[:] = gradient_of(1)
     optimizer.update(whole, 1, 0.7)
     for first, last in ((0, cut), (cut, LENGTH)):
-        inside = [(max(a, first) - first, min(b, last) - first, d) for a, b, d in DECAYED if max(a, first) < min(b, last)]
+        inside = [
+            (max(a, first) - first, min(b, last) - first, d)
+            for a, b, d in DECAYED
+            if max(a, first) < min(b, last)
+        ]
         moments = {name: vector[first:last] for name, vector in parts.moments.items()}
-        optimizer.update(Slice(parts.master[first:last], parts.gradient[first:last], moments, inside), 1, 0.7)
+        optimizer.update(
+            Slice(parts.master[first:last], parts.gradient[first:last], moments, inside), 1, 0.7
+        )
     assert parts.master.tobytes() == whole.master.tobytes()
     for name, vector in whole.moments.items():
         assert parts.moments[name].tobytes() == vector.tobytes()
@@ -168,7 +186,9 @@ def test_slices_are_updated_as_one_vector_would_be(optimizer, cut):
 
 def test_the_rate_rises_to_lr_and_stays():
     optimizer = SGD(lr=0.4, warmup=4)
-    assert [optimizer.rate(t) for t in (1, 2, 3, 4, 5, 1000)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+    assert [optimizer.rate(t) for t in (1, 2, 3, 4, 5, 1000)] == pytest.approx(
+        [0.1, 0.2, 0.3, 0.4, 0.4, 0.4]
+    )
 
 
 def test_the_rate_follows_half_a_cosine_to_a_tenth():
@@ -187,12 +207,19 @@ def test_without_warm_up_the_first_rate_is_lr():
 
 def test_clipping_multiplies_by_clip_over_norm_only_above_clip():
     optimizer = SGD(clip=2.0)
-    assert optimizer.clip_factor(2.0) == optimizer.clip_factor(1.0) == optimizer.clip_factor(0.0) == 1.0
+    assert (
+        optimizer.clip_factor(2.0)
+        == optimizer.clip_factor(1.0)
+        == optimizer.clip_factor(0.0)
+        == 1.0
+    )
     assert optimizer.clip_factor(8.0) == 0.25
     assert SGD(clip=0.0).clip_factor(1e9) == 1.0
 
 
-@pytest.mark.parametrize("name", ["lr", "warmup", "decay_steps", "clip", "weight_decay", "beta1", "beta2", "eps"])
+@pytest.mark.parametrize(
+    "name", ["lr", "warmup", "decay_steps", "clip", "weight_decay", "beta1", "beta2", "eps"]
+)
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
 def test_a_hyperparameter_out_of_range_is_named(name, value):
     with pytest.raises(ValueError, match=f"^{name}: expected"):
@@ -218,12 +245,16 @@ def test_other_wrong_hyperparameters_are_named():
 def test_the_sum_of_squares_is_made_in_float64(dtype, length):
     vector = (100 * np.random.default_rng(0).standard_normal(length)).astype(dtype)
     expected = math.fsum(float(x) ** 2 for x in vector)
-    assert sum_of_squares(vector) == pytest.approx(expected, rel=1e-13)  # float64's rounding, 30,000 times at most
+    assert sum_of_squares(vector) == pytest.approx(
+        expected, rel=1e-13
+    )  # float64's rounding, 30,000 times at most
 
 
 def test_squares_that_overflow_float32_are_added_up():
     assert sum_of_squares(np.full(10, 1e30, np.float32)) == pytest.approx(1e61, rel=1e-6)
-    assert sum_of_squares(np.full(10, 6e4, np.float16)) == pytest.approx(10 * float(np.float16(6e4)) ** 2)
+    assert sum_of_squares(np.full(10, 6e4, np.float16)) == pytest.approx(
+        10 * float(np.float16(6e4)) ** 2
+    )
 
 
 def test_the_sum_of_squares_depends_on_values_alone():

@@ -17,8 +17,12 @@ from zmpi.precision import Policy
 from zmpi.stages import STAGES, elements_moved, state_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
-TRILLION = "--layers 128 --width 25600 --heads 160 --context 1024 --vocab 50257 --ranks 1024 --dry-run"
-HUNDRED_BILLION = "--layers 80 --width 10240 --heads 80 --context 1024 --vocab 50257 --ranks 400 --dry-run"
+TRILLION = (
+    "--layers 128 --width 25600 --heads 160 --context 1024 --vocab 50257 --ranks 1024 --dry-run"
+)
+HUNDRED_BILLION = (
+    "--layers 80 --width 10240 --heads 80 --context 1024 --vocab 50257 --ranks 400 --dry-run"
+)
 WITHOUT_MPI = """\
 import resource, sys
 sys.modules["mpi4py"] = None  # an import of it raises
@@ -53,7 +57,10 @@ def test_every_cell_of_table_1_is_within_one_unit_of_its_last_digit(size):
     for ranks, row in zip(RANKS, TABLE_1[size], strict=True):
         for stage, cell in zip(STAGES[1:], row, strict=True):
             unit = 10.0 ** -len(cell.partition(".")[2])
-            assert abs(state_gb(stage, SIZES[size], ranks) - float(cell)) <= unit, (ranks, stage.number)
+            assert abs(state_gb(stage, SIZES[size], ranks) - float(cell)) <= unit, (
+                ranks,
+                stage.number,
+            )
 
 
 def test_table_2s_theory_and_the_share_that_was_measured(capsys):
@@ -65,7 +72,9 @@ def test_table_2s_theory_and_the_share_that_was_measured(capsys):
     assert text.count(" | ") == 54 + 5 * 4 + 2
 
 
-@pytest.mark.parametrize("arguments", [HUNDRED_BILLION, TRILLION], ids=["100B on 400", "1T on 1,024"])
+@pytest.mark.parametrize(
+    "arguments", [HUNDRED_BILLION, TRILLION], ids=["100B on 400", "1T on 1,024"]
+)
 def test_a_large_world_is_walked_without_memory_or_mpi(arguments):
     """Under 1 GB, and soon (1.4 and 3.1 s when this was written): a walk over the elements themselves would not end."""
     command = [sys.executable, "-c", WITHOUT_MPI, *arguments.split()]
@@ -88,7 +97,9 @@ def test_a_walk_has_the_formulas_state_and_elements(model, ranks, precision, acc
         walk = setting.walk(stage.number)
         padded = sum(walk.padded.values())
         assert walk.state == state_bytes(stage, padded, ranks, setting.policy.recipe)
-        expected = elements_moved(stage, walk.schedule, walk.unit_sizes, accumulate, walk.reduce_each)
+        expected = elements_moved(
+            stage, walk.schedule, walk.unit_sizes, accumulate, walk.reduce_each
+        )
         assert {kind: walk.comm[kind]["elements"] for kind in expected} == expected
         sent = elements_moved(stage, walk.schedule, walk.padded, accumulate, walk.reduce_each)
         itemsize = setting.policy.recipe.gradient.itemsize
@@ -100,7 +111,9 @@ def test_a_walk_has_the_formulas_state_and_elements(model, ranks, precision, acc
 
 def test_a_whole_recompute_saves_activations_and_adds_products():
     model = GPT(6, 32, 4, 16, 64)
-    bare, again = (Setting(lambda _: model, 4, Policy(recompute=on), 4).walk(3) for on in (False, True))
+    bare, again = (
+        Setting(lambda _: model, 4, Policy(recompute=on), 4).walk(3) for on in (False, True)
+    )
     assert again.activations < bare.activations / 2
     assert again.flops > bare.flops * 1.2
 
@@ -127,7 +140,9 @@ def test_more_ranks_pay_until_messages_take_as_long_as_products():
 
 
 def test_memory_is_inverted(capsys):
-    found = json.loads(said("--layers 2 --width 64 --ranks 4 --precision float32 --memory 20e6 --json", capsys))
+    found = json.loads(
+        said("--layers 2 --width 64 --ranks 4 --precision float32 --memory 20e6 --json", capsys)
+    )
     for row in found["stages"]:
         assert row["largest_layers"] >= 1 and row["largest_micro_batch"] >= 1
     layers = [row["largest_layers"] for row in found["stages"]]
@@ -143,8 +158,16 @@ def test_times_of_the_flags_and_of_a_bench(capsys, tmp_path):
     rows = json.loads(said(model + "--flops 1e9 --bandwidth 1e8", capsys))["stages"]
     for row in rows:
         assert row["compute_s"] == row["flops"] / 1e9
-        assert row["step_s"] == [max(row["compute_s"], row["comm_s"]), row["compute_s"] + row["comm_s"]]
-    bench = {"stages": [{"flops": 5e8, "step_s": 1.0, "blocked_s": 0.5, "bytes_sent": 5e7}, {"stage": 1, "error": "no"}]}
+        assert row["step_s"] == [
+            max(row["compute_s"], row["comm_s"]),
+            row["compute_s"] + row["comm_s"],
+        ]
+    bench = {
+        "stages": [
+            {"flops": 5e8, "step_s": 1.0, "blocked_s": 0.5, "bytes_sent": 5e7},
+            {"stage": 1, "error": "no"},
+        ]
+    }
     (tmp_path / "bench.json").write_text(json.dumps(bench))
     assert json.loads(said(model + f"--calibrate {tmp_path}/bench.json", capsys))["stages"] == rows
 

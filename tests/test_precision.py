@@ -15,14 +15,27 @@ NARROW = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 def test_recipes_declare_their_bytes():
-    found = {name: (r.parameter.itemsize, r.gradient.itemsize, r.optimizer_bytes(2)) for name, r in RECIPES.items()}
-    assert found == {"float32": (4, 4, 8), "float16": (2, 2, 12), "bfloat16": (2, 2, 12), "float64": (8, 8, 16)}
+    found = {
+        name: (r.parameter.itemsize, r.gradient.itemsize, r.optimizer_bytes(2))
+        for name, r in RECIPES.items()
+    }
+    assert found == {
+        "float32": (4, 4, 8),
+        "float16": (2, 2, 12),
+        "bfloat16": (2, 2, 12),
+        "float64": (8, 8, 16),
+    }
 
 
 def test_a_recipe_is_written_as_the_paper_writes_it():
     assert RECIPES["float16"].describe() == "2 + 2 + 12 bytes per parameter (float16)"
     assert RECIPES["float32"].describe(moments=0) == "4 + 4 + 0 bytes per parameter (float32)"
-    assert RECIPES["bfloat16"].bytes_per_parameter(1) == {"name": "bfloat16", "parameters": 2, "gradients": 2, "optimizer": 8}
+    assert RECIPES["bfloat16"].bytes_per_parameter(1) == {
+        "name": "bfloat16",
+        "parameters": 2,
+        "gradients": 2,
+        "optimizer": 8,
+    }
 
 
 def test_only_16_bits_have_a_separate_master():
@@ -50,14 +63,32 @@ def test_recipes_and_policies_are_frozen():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"precision": "float8"}, "precision: expected one of float32, bfloat16, float16, float64; got 'float8'"),
+        (
+            {"precision": "float8"},
+            "precision: expected one of float32, bfloat16, float16, float64; got 'float8'",
+        ),
         ({"prefetch": 2}, "prefetch: expected 0 or 1; got 2"),
         ({"loss_scale": 8.0}, "loss_scale: applies to precision float16 only, not to float32"),
-        ({"precision": "bfloat16", "loss_scale": 8.0}, "loss_scale: applies to precision float16 only, not to bfloat16"),
-        ({"precision": "float16", "loss_scale": 0.5}, "loss_scale: expected auto, or a number from 1"),
-        ({"precision": "float16", "loss_scale": float("nan")}, "loss_scale: expected auto, or a number from 1"),
-        ({"precision": "float16", "loss_scale": float("inf")}, "loss_scale: expected auto, or a number from 1"),
-        ({"precision": "float16", "loss_scale_window": 0}, "loss_scale_window: expected at least 1 step, got 0"),
+        (
+            {"precision": "bfloat16", "loss_scale": 8.0},
+            "loss_scale: applies to precision float16 only, not to bfloat16",
+        ),
+        (
+            {"precision": "float16", "loss_scale": 0.5},
+            "loss_scale: expected auto, or a number from 1",
+        ),
+        (
+            {"precision": "float16", "loss_scale": float("nan")},
+            "loss_scale: expected auto, or a number from 1",
+        ),
+        (
+            {"precision": "float16", "loss_scale": float("inf")},
+            "loss_scale: expected auto, or a number from 1",
+        ),
+        (
+            {"precision": "float16", "loss_scale_window": 0},
+            "loss_scale_window: expected at least 1 step, got 0",
+        ),
     ],
 )
 def test_what_a_policy_cannot_be_is_an_error(wrong, message):
@@ -70,7 +101,9 @@ def test_what_a_policy_cannot_be_is_an_error(wrong, message):
 
 @pytest.mark.parametrize("name", NARROW)
 def test_rounding_is_to_the_nearest_and_to_even(name):
-    wide = np.array([1, 1 + 2**-9, 1 + 2**-8, 1 + 3 * 2**-9, 2048, 2049, 2051, -0.0, 1e-30], np.float32)
+    wide = np.array(
+        [1, 1 + 2**-9, 1 + 2**-8, 1 + 3 * 2**-9, 2048, 2049, 2051, -0.0, 1e-30], np.float32
+    )
     narrow = np.empty(len(wide), NARROW[name])
     assert round_to(narrow, wide) in (0, None)
     exact = {
@@ -85,7 +118,9 @@ def test_what_is_too_large_becomes_infinite_without_a_warning():
     narrow = np.empty(len(wide), np.float16)
     with np.errstate(all="raise"):
         round_to(narrow, wide)
-    np.testing.assert_array_equal(narrow.astype(np.float32), [65_504, 65_504, np.inf, -np.inf, np.inf, np.nan])
+    np.testing.assert_array_equal(
+        narrow.astype(np.float32), [65_504, 65_504, np.inf, -np.inf, np.inf, np.nan]
+    )
 
 
 @given(st.floats(width=32, allow_nan=False))
@@ -160,7 +195,9 @@ def test_the_scale_never_grows_past_its_cap_nor_falls_below_1():
     assert scaler.scale == 1.0
 
 
-@pytest.mark.parametrize("policy", [Policy("float16", loss_scale=128), Policy("bfloat16"), Policy("float32")])
+@pytest.mark.parametrize(
+    "policy", [Policy("float16", loss_scale=128), Policy("bfloat16"), Policy("float32")]
+)
 def test_a_fixed_scale_stays(policy):
     scaler = policy.scaler()
     start = scaler.scale

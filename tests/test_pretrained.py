@@ -17,7 +17,11 @@ from zmpi.saving.manifest import Manifest, unit_entry
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
 SIZES = {"layers": 2, "width": 6, "heads": 3, "context": 5, "vocab": 11}
 MODEL = GPT(**SIZES)
-SHAPES = {spec.prefix + name: shape for spec in units(MODEL).values() for name, shape in spec.shapes.items()}
+SHAPES = {
+    spec.prefix + name: shape
+    for spec in units(MODEL).values()
+    for name, shape in spec.shapes.items()
+}
 
 
 def weights(seed=0):
@@ -54,21 +58,35 @@ def test_what_is_written_is_read_by_the_package_and_by_us(tmp_path):
     expected = weights()
     pretrained.write(tmp_path / "gpt2", SIZES, SHAPES, expected.get)
     assert same(safetensors_numpy.load_file(tmp_path / "gpt2" / "model.safetensors"), expected)
-    assert same(read(tmp_path / "gpt2"), expected) and pretrained.sizes_in(tmp_path / "gpt2") == SIZES
-    assert sorted(path.name for path in (tmp_path / "gpt2").iterdir()) == ["config.json", "model.safetensors"]
+    assert (
+        same(read(tmp_path / "gpt2"), expected) and pretrained.sizes_in(tmp_path / "gpt2") == SIZES
+    )
+    assert sorted(path.name for path in (tmp_path / "gpt2").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
 
 
 def test_other_tools_spellings_are_read(tmp_path):
     """transformers' prefix, the masks of older files, a head that is the embedding again, and numbers of 16 bits."""
     expected = weights()
     prefixed = {f"transformer.{name}": value for name, value in expected.items()}
-    assert same(read(made(tmp_path / "prefixed", prefixed | {"lm_head.weight": expected["wte.weight"]})), expected)
-    masks = {"h.0.attn.bias": np.ones((1, 1, 5, 5), np.float32), "h.1.attn.masked_bias": np.zeros(1, np.float32)}
+    assert same(
+        read(made(tmp_path / "prefixed", prefixed | {"lm_head.weight": expected["wte.weight"]})),
+        expected,
+    )
+    masks = {
+        "h.0.attn.bias": np.ones((1, 1, 5, 5), np.float32),
+        "h.1.attn.masked_bias": np.zeros(1, np.float32),
+    }
     assert same(read(made(tmp_path / "masks", expected | masks)), expected)
     for kind in (np.float16, ml_dtypes.bfloat16):
         narrow = {name: value.astype(kind) for name, value in expected.items()}
         path = tmp_path / np.dtype(kind).name
-        assert same(read(made(path, narrow)), {name: value.astype(np.float32) for name, value in narrow.items()})
+        assert same(
+            read(made(path, narrow)),
+            {name: value.astype(np.float32) for name, value in narrow.items()},
+        )
 
 
 def test_large_tensors_are_read_some_rows_at_a_time(folder, monkeypatch):
@@ -87,18 +105,40 @@ def test_what_is_no_such_model_is_refused_by_name(tmp_path, folder):
         r"h.1.ln_1.bias: expected shape \(6,\), got none",
         made(tmp_path / "a", {n: good[n] for n in good if n != "h.1.ln_1.bias"}),
     )
-    refused(r"wte.weight: expected shape \(12, 6\), got \(11, 6\)", folder, SHAPES | {"wte.weight": (12, 6)})
-    refused("extra: this GPT-2 has no such parameter", made(tmp_path / "b", good | {"extra": good["wpe.weight"]}))
-    refused("lm_head.weight differs from wte", made(tmp_path / "c", good | {"lm_head.weight": good["wte.weight"] + 1}))
-    refused("activation_function: expected gelu_new, got relu", made(tmp_path / "d", good, activation_function="relu"))
-    refused("tie_word_embeddings: expected True, got False", made(tmp_path / "e", good, tie_word_embeddings=False))
+    refused(
+        r"wte.weight: expected shape \(12, 6\), got \(11, 6\)",
+        folder,
+        SHAPES | {"wte.weight": (12, 6)},
+    )
+    refused(
+        "extra: this GPT-2 has no such parameter",
+        made(tmp_path / "b", good | {"extra": good["wpe.weight"]}),
+    )
+    refused(
+        "lm_head.weight differs from wte",
+        made(tmp_path / "c", good | {"lm_head.weight": good["wte.weight"] + 1}),
+    )
+    refused(
+        "activation_function: expected gelu_new, got relu",
+        made(tmp_path / "d", good, activation_function="relu"),
+    )
+    refused(
+        "tie_word_embeddings: expected True, got False",
+        made(tmp_path / "e", good, tie_word_embeddings=False),
+    )
     refused("model_type: expected gpt2, got llama", made(tmp_path / "f", good, model_type="llama"))
     refused("n_inner: expected None, got 7", made(tmp_path / "g", good, n_inner=7))
-    refused("layer_norm_epsilon: expected 1e-05, got 1e-06", made(tmp_path / "h", good, layer_norm_epsilon=1e-6))
+    refused(
+        "layer_norm_epsilon: expected 1e-05, got 1e-06",
+        made(tmp_path / "h", good, layer_norm_epsilon=1e-6),
+    )
     whole = made(tmp_path / "i", good | {"wpe.weight": np.ones(SHAPES["wpe.weight"], np.int64)})
     refused("wpe.weight: expected numbers of type F64, F32, F16, BF16; got I64", whole)
     for value in ("6", None, 6.0, [6]):
-        refused("config.json: not the configuration of a GPT-2", made(tmp_path / "j", good, n_embd=value))
+        refused(
+            "config.json: not the configuration of a GPT-2",
+            made(tmp_path / "j", good, n_embd=value),
+        )
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-5])
     refused("model.safetensors: ", folder)
     (folder / "model.safetensors").unlink()
@@ -139,6 +179,12 @@ def test_an_export_takes_one_parameter_and_one_block(tmp_path):
     tracemalloc.stop()
     assert peak < 4 * 4000 * 128 + BLOCK + (300 << 10)
     found = safetensors_numpy.load_file(tmp_path / "to" / "model.safetensors")
-    expected = {layout.prefix + name: array for layout in layouts for name, array in named[layout.name].items()}
+    expected = {
+        layout.prefix + name: array
+        for layout in layouts
+        for name, array in named[layout.name].items()
+    }
     assert same({name: found[name] for name in expected}, expected)
-    assert sum(array.size for array in found.values()) == sum(layout.elements for layout in layouts), "the tied one once"
+    assert sum(array.size for array in found.values()) == sum(
+        layout.elements for layout in layouts
+    ), "the tied one once"

@@ -21,5 +21,7 @@ def test_it_has_one_command_to_run_and_one_to_test():
 
 
 def test_every_file_that_it_names_exists():
-    named = re.findall(r"`(?:python )?((?:zmpi|models|tests|examples|docs)/[\w/]+\.(?:py|md))", README)
+    named = re.findall(
+        r"`(?:python )?((?:zmpi|models|tests|examples|docs)/[\w/]+\.(?:py|md))", README
+    )
     assert named and [name for name in named if not (ROOT / name).exists()] == []

@@ -49,7 +49,9 @@ def test_the_printed_table_is_the_walk():
 
 def test_evaluation_walks_forwards_only():
     schedule = walk(gpt(2), evaluation_schedule)
-    assert [(visit.layer, visit.verbs()) for visit in schedule] == [(i, ["gather", "forward", "free"]) for i in range(4)]
+    assert [(visit.layer, visit.verbs()) for visit in schedule] == [
+        (i, ["gather", "forward", "free"]) for i in range(4)
+    ]
     assert not schedule.reduces
 
 
@@ -86,7 +88,9 @@ def test_a_full_vector_is_there_at_every_visit_that_needs_it_and_gone_at_the_end
 def test_every_layer_goes_forwards_once_and_backwards_once_in_the_other_direction(layers):
     schedule = training_schedule(layers, [layer.unit for layer in layers])
     assert [visit.layer for visit in schedule if visit.forward] == list(range(len(layers)))
-    assert [visit.layer for visit in schedule if visit.backward] == list(reversed(range(len(layers))))
+    assert [visit.layer for visit in schedule if visit.backward] == list(
+        reversed(range(len(layers)))
+    )
     for visit in schedule:
         assert visit.weights == (visit.forward or layers[visit.layer].backward_needs_weights)
 

@@ -85,7 +85,9 @@ def test_bytes_are_the_papers_formulas(ranks):
         16 * elements // ranks,
     ]
     assert all(isinstance(total, int) for total in totals)
-    totals = [sum(state_bytes(stage, elements, ranks, RECIPES["float32"]).values()) for stage in STAGES]
+    totals = [
+        sum(state_bytes(stage, elements, ranks, RECIPES["float32"]).values()) for stage in STAGES
+    ]
     assert totals == [
         16 * elements,
         8 * elements + 8 * elements // ranks,
@@ -106,12 +108,19 @@ def test_bytes_that_ranks_do_not_divide_are_not_cut_off():
 def test_the_optimizers_moments_are_counted():
     for moments, expected in ((0, 4), (1, 8), (2, 12)):
         assert state_bytes(STAGES[0], 100, 4, PAPER, moments)["optimizer"] == 100 * expected
-        assert state_bytes(STAGES[0], 100, 4, RECIPES["float32"], moments)["optimizer"] == 100 * (expected - 4)
+        assert state_bytes(STAGES[0], 100, 4, RECIPES["float32"], moments)["optimizer"] == 100 * (
+            expected - 4
+        )
 
 
 def test_a_stage_is_three_booleans_that_only_grow():
     rows = [(stage.optimizer, stage.gradients, stage.parameters) for stage in STAGES]
-    assert rows == [(False, False, False), (True, False, False), (True, True, False), (True, True, True)]
+    assert rows == [
+        (False, False, False),
+        (True, False, False),
+        (True, True, False),
+        (True, True, True),
+    ]
     assert [stage.number for stage in STAGES] == [0, 1, 2, 3]
 
 
@@ -139,7 +148,9 @@ def test_ordered_pays_m_plus_1_at_stages_0_and_1(M):
 
 def test_stage_3_costs_one_and_a_half_times_stage_2():
     sizes = {"outer": 1000, "h.0": 200, "h.1": 200}
-    two, three = (sum(moved(GPT(2, 4, 2, 3, 5), stage, 1, False, sizes).values()) for stage in (2, 3))
+    two, three = (
+        sum(moved(GPT(2, 4, 2, 3, 5), stage, 1, False, sizes).values()) for stage in (2, 3)
+    )
     assert three / two == 1.5
 
 

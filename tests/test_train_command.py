@@ -25,7 +25,9 @@ FLAGS = words("""
 
 HEADER = words("""zmpi argv size stage parameters unit_sizes padded_unit_sizes recipe micro_batch accumulate threads device mpi
 transport reduction""")
-STEP = words("step loss grad_norm lr tokens step_s tokens_per_s optimizer_t loss_scale skipped comm memory")
+STEP = words(
+    "step loss grad_norm lr tokens step_s tokens_per_s optimizer_t loss_scale skipped comm memory"
+)
 COMM = ["all_gather", "reduce_scatter", "all_reduce", "other"]
 MOVED = ["calls", "elements", "bytes_sent", "padding_bytes", "blocked_s"]
 MEMORY = ["parameters", "gradients", "optimizer", "full_peak", "work", "peak"]
@@ -40,7 +42,9 @@ def alone(*flags):
     """The same without a launcher, with stdout and stderr apart."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "zmpi.train", *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=environment, check=False
+    )
 
 
 def log_of(path):
@@ -58,7 +62,21 @@ def log_of(path):
 def logged(tmp_path_factory):
     """One run on three ranks, and its log: stage 3, two micro-batches, three steps, an evaluation after each of two."""
     path = tmp_path_factory.mktemp("log") / "run.jsonl"
-    flags = [*SMALL, "--steps", 3, "--accumulate", 2, "--eval-every", 2, "--log", path, "--clip", 0.5, "--reduction", "ordered"]
+    flags = [
+        *SMALL,
+        "--steps",
+        3,
+        "--accumulate",
+        2,
+        "--eval-every",
+        2,
+        "--log",
+        path,
+        "--clip",
+        0.5,
+        "--reduction",
+        "ordered",
+    ]
     ended = train(3, *flags)
     assert ended.status == 0, ended.output
     return ended, *log_of(path)
@@ -69,13 +87,24 @@ def test_the_header_says_what_was_run(logged):
     assert list(header) == HEADER
     assert header["zmpi"] == __version__
     assert header["argv"][1:] == [*SMALL, *header["argv"][len(SMALL) + 1 :]]
-    assert (header["size"], header["stage"], header["micro_batch"], header["accumulate"]) == (3, 3, 2, 2)
-    assert (header["device"], header["transport"], header["reduction"]) == ("cpu", "host", "ordered")
+    assert (header["size"], header["stage"], header["micro_batch"], header["accumulate"]) == (
+        3,
+        3,
+        2,
+        2,
+    )
+    assert (header["device"], header["transport"], header["reduction"]) == (
+        "cpu",
+        "host",
+        "ordered",
+    )
     assert header["recipe"] == {"name": "float32", "parameters": 4, "gradients": 4, "optimizer": 8}
     outer, block = 256 * 12 + 8 * 12 + 24, 12 * 12 * 12 + 13 * 12
     assert header["unit_sizes"] == {"outer": outer, "h.0": block}
     assert header["parameters"] == outer + block
-    assert header["padded_unit_sizes"] == {unit: -(-size // 24) * 24 for unit, size in header["unit_sizes"].items()}
+    assert header["padded_unit_sizes"] == {
+        unit: -(-size // 24) * 24 for unit, size in header["unit_sizes"].items()
+    }
 
 
 def test_every_step_has_exactly_the_fields_of_the_contract(logged):
@@ -89,7 +118,11 @@ def test_every_step_has_exactly_the_fields_of_the_contract(logged):
         assert all(len(per_rank) == header["size"] for per_rank in entry["memory"].values())
         assert entry["tokens"] == 2 * 2 * 3 * 8  # micro-batch x accumulate x ranks x context
         assert entry["tokens_per_s"] == pytest.approx(entry["tokens"] / entry["step_s"])
-        assert (entry["optimizer_t"], entry["loss_scale"], entry["skipped"]) == (entry["step"], 1.0, 0)
+        assert (entry["optimizer_t"], entry["loss_scale"], entry["skipped"]) == (
+            entry["step"],
+            1.0,
+            0,
+        )
 
 
 def test_comm_is_the_steps_alone(logged):
@@ -97,12 +130,20 @@ def test_comm_is_the_steps_alone(logged):
     total, padded = header["parameters"], sum(header["padded_unit_sizes"].values())
     for entry in steps:
         moved = entry["comm"]
-        assert moved["all_gather"]["elements"] == 2 * 2 * total  # two micro-batches, every unit twice
+        assert (
+            moved["all_gather"]["elements"] == 2 * 2 * total
+        )  # two micro-batches, every unit twice
         assert moved["reduce_scatter"]["elements"] == 2 * total
         assert moved["all_gather"]["bytes_sent"] == 4 * 2 * (padded // 3) * 4
-        evaluated = entry["step"] == 3  # after step 2: two micro-batches, of which each gathers a unit once, the tied one twice
+        evaluated = (
+            entry["step"] == 3
+        )  # after step 2: two micro-batches, of which each gathers a unit once, the tied one twice
         outer = header["unit_sizes"]["outer"]
-        assert (moved["other"]["elements"] > 2 * (total + outer)) == evaluated == (moved["other"]["calls"] > 0)
+        assert (
+            (moved["other"]["elements"] > 2 * (total + outer))
+            == evaluated
+            == (moved["other"]["calls"] > 0)
+        )
 
 
 def test_memory_is_the_formulas(logged):
@@ -112,20 +153,32 @@ def test_memory_is_the_formulas(logged):
         memory = entry["memory"]
         assert memory["parameters"] == memory["gradients"] == [padded // 3 * 4] * 3
         assert memory["optimizer"] == [padded // 3 * 8] * 3
-        assert memory["full_peak"] == [padded * 4] * 3  # this model has two units; prefetch + 1 of them are there
-        assert all(0 < work < peak for work, peak in zip(memory["work"], memory["peak"], strict=True))
+        assert (
+            memory["full_peak"] == [padded * 4] * 3
+        )  # this model has two units; prefetch + 1 of them are there
+        assert all(
+            0 < work < peak for work, peak in zip(memory["work"], memory["peak"], strict=True)
+        )
 
 
 def test_evaluations_are_logged_with_their_targets(logged):
     _, _, _, evaluations = logged
     assert [list(entry) for entry in evaluations] == [["step", "val_loss", "val_tokens"]] * 2
-    assert [(entry["step"], entry["val_tokens"]) for entry in evaluations] == [(2, 128 * 8), (3, 128 * 8)]
-    assert all(4 < entry["val_loss"] < 6 for entry in evaluations)  # nearly untrained: log(256) is 5.5
+    assert [(entry["step"], entry["val_tokens"]) for entry in evaluations] == [
+        (2, 128 * 8),
+        (3, 128 * 8),
+    ]
+    assert all(
+        4 < entry["val_loss"] < 6 for entry in evaluations
+    )  # nearly untrained: log(256) is 5.5
 
 
 def test_the_summary_sets_what_was_measured_beside_the_formula(logged):
     ended, _, steps, evaluations = logged
-    assert f"{steps[-1]['loss']:.4f} at step 3; validation {evaluations[-1]['val_loss']:.4f}" in ended.output
+    assert (
+        f"{steps[-1]['loss']:.4f} at step 3; validation {evaluations[-1]['val_loss']:.4f}"
+        in ended.output
+    )
     assert "train: 100%" in ended.output
     for kind in ("parameters", "gradients", "optimizer", "all_gather", "reduce_scatter"):
         (numbers,) = re.findall(rf"^  {kind} +([\d,]+) +([\d,]+)$", ended.output, re.MULTILINE)
@@ -149,7 +202,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(tmp_path):
     ended = train(3, *MLP, *flags, "--log", path)
     assert ended.status == 1, ended.output
     errors = [line for line in ended.output.splitlines() if "error" in line]
-    assert len(errors) == 1 and re.match(r"zmpi\.train: error: step \d: .*nothing was updated$", errors[0]), ended.output
+    assert len(errors) == 1 and re.match(
+        r"zmpi\.train: error: step \d: .*nothing was updated$", errors[0]
+    ), ended.output
     assert "Traceback" not in ended.output
     _, steps, _ = log_of(path)
     assert steps and all(entry["loss"] is not None for entry in steps)
@@ -174,7 +229,9 @@ def test_help_has_a_default_for_each_flag_and_is_printed_once():
     ended = train(3, "--help")
     assert ended.status == 0
     for flag in FLAGS:
-        assert len(re.findall(rf"^  (?:-h, )?{flag}(?=[ \n])", ended.output, re.MULTILINE)) == 1, flag
+        assert len(re.findall(rf"^  (?:-h, )?{flag}(?=[ \n])", ended.output, re.MULTILINE)) == 1, (
+            flag
+        )
     entries = re.split(r"\n  (?=-)", ended.output)[1:]
     assert len(entries) == len(FLAGS)
     for entry in entries:
@@ -200,12 +257,21 @@ WRONG = [
     ("--lr much", "--lr: expected a finite number of at least 0, got 'much'"),
     ("--vocab 255", "--vocab: text is read as bytes and needs at least 256, got 255"),
     ("--data missing.txt", "--data: expected a file, got missing.txt (missing)"),
-    ("--log missing/log", "--log: expected a file, got missing/log (its folder missing is missing)"),
+    (
+        "--log missing/log",
+        "--log: expected a file, got missing/log (its folder missing is missing)",
+    ),
     ("--precision float8", "--precision: invalid choice: 'float8'"),
     ("--precision float64", "--precision: invalid choice: 'float64'"),
     ("--precision float16 --reduction mpi", "--reduction: mpi cannot sum float16"),
-    ("--precision bfloat16 --loss-scale 8", "--loss-scale: applies to precision float16 only, not to bfloat16"),
-    ("--precision float16 --loss-scale 0.5", "--loss-scale: expected a finite number of at least 1, got 0.5"),
+    (
+        "--precision bfloat16 --loss-scale 8",
+        "--loss-scale: applies to precision float16 only, not to bfloat16",
+    ),
+    (
+        "--precision float16 --loss-scale 0.5",
+        "--loss-scale: expected a finite number of at least 1, got 0.5",
+    ),
     ("--optimizer sgd --beta1 0.5", "--beta1: does not apply to --optimizer sgd"),
     ("--momentum 0.9", "--momentum: does not apply to --optimizer adamw"),
     ("--beta2 1", "--beta2: expected at least 0 and below 1, got 1.0"),
@@ -226,13 +292,24 @@ def test_what_cannot_be_done_is_one_line_and_status_2(flags, message):
 
 
 @pytest.mark.parametrize(
-    "flags", ["--width 64 --heads 7", "--stage 4", "--precision float16 --reduction mpi", "--data missing.txt"]
+    "flags",
+    [
+        "--width 64 --heads 7",
+        "--stage 4",
+        "--precision float16 --reduction mpi",
+        "--data missing.txt",
+    ],
 )
 def test_three_ranks_say_it_once(flags):
     """An error of the model, of the flags, of the engine and of the data."""
     ended = train(3, *flags.split())
     assert ended.status == 2, ended.output
-    assert len([line for line in ended.output.splitlines() if line.startswith("zmpi.train: error: --")]) == 1, ended.output
+    assert (
+        len(
+            [line for line in ended.output.splitlines() if line.startswith("zmpi.train: error: --")]
+        )
+        == 1
+    ), ended.output
     assert "Traceback" not in ended.output and "usage" not in ended.output
 
 
@@ -241,7 +318,17 @@ def test_a_text_shorter_than_the_context_is_one_error_and_nothing_is_written(tmp
     """B19, on one rank and on four."""
     (tmp_path / "text").write_bytes(b"a" * length)
     for size in (1, 4) if length else (4,):
-        ended = train(size, "--context", 64, "--data", tmp_path / "text", "--log", tmp_path / "log", "--steps", 1)
+        ended = train(
+            size,
+            "--context",
+            64,
+            "--data",
+            tmp_path / "text",
+            "--log",
+            tmp_path / "log",
+            "--steps",
+            1,
+        )
         assert ended.status == 2
         assert f"{length} tokens; a window needs --context + 1 = 65" in ended.output
         assert ended.output.count("error") == 1
@@ -273,9 +360,14 @@ def test_ranks_share_the_cores_between_their_blas_threads(monkeypatch):
     ended = run_world(cores, ["-c", THREADS], 60)
     found = re.findall(r"threads (\d+) (\d+)", ended.output)
     assert len(found) == cores, ended.output
-    assert {(int(threads) <= 2, chosen) for threads, chosen in found} == {(True, "1")}  # one for BLAS, one to spare
+    assert {(int(threads) <= 2, chosen) for threads, chosen in found} == {
+        (True, "1")
+    }  # one for BLAS, one to spare
 
 
 def test_a_number_of_threads_that_the_user_set_is_kept():
     ended = run_world(2, ["-c", THREADS], 60, OMP_NUM_THREADS="3")
-    assert [chosen for _, chosen in re.findall(r"threads (\d+) (\d)", ended.output)] == ["3", "3"], ended.output
+    assert [chosen for _, chosen in re.findall(r"threads (\d+) (\d)", ended.output)] == [
+        "3",
+        "3",
+    ], ended.output

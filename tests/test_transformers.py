@@ -39,7 +39,11 @@ print(repr(float(zero.evaluate(batch))))
 
 def ours(what, folder, text):
     run = subprocess.run(
-        [sys.executable, "-c", DRIVER, what, folder, text], cwd=ROOT, text=True, capture_output=True, check=False
+        [sys.executable, "-c", DRIVER, what, folder, text],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     return float(run.stdout)
@@ -47,7 +51,9 @@ def ours(what, folder, text):
 
 def theirs(model):
     tokens = np.frombuffer(TEXT, np.uint8).astype(np.int64)
-    windows = torch.tensor(np.stack([tokens[start : start + 65] for start in range(0, len(tokens) - 65, 64)]))
+    windows = torch.tensor(
+        np.stack([tokens[start : start + 65] for start in range(0, len(tokens) - 65, 64)])
+    )
     with torch.no_grad():
         logits = model.eval()(windows[:, :-1]).logits
     return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()))
@@ -61,13 +67,25 @@ def text(tmp_path):
 
 def test_an_export_has_the_same_loss_in_transformers(tmp_path, text):
     expected = ours("train", tmp_path / "dir", text)
-    command = [sys.executable, "-m", "zmpi.export", "--checkpoint", tmp_path / "dir", "--to", tmp_path / "gpt2"]
+    command = [
+        sys.executable,
+        "-m",
+        "zmpi.export",
+        "--checkpoint",
+        tmp_path / "dir",
+        "--to",
+        tmp_path / "gpt2",
+    ]
     subprocess.run(command, cwd=ROOT, check=True)
-    model, told = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "gpt2", output_loading_info=True)
+    model, told = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path / "gpt2", output_loading_info=True
+    )
     assert not any(told.values()), told
     assert model.lm_head.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
     found = theirs(model)
-    print(f"loss: zmpi {expected:.9f}, transformers {found:.9f}, relative difference {abs(found / expected - 1):.1e}")
+    print(
+        f"loss: zmpi {expected:.9f}, transformers {found:.9f}, relative difference {abs(found / expected - 1):.1e}"
+    )
     assert expected < 4 and abs(found / expected - 1) < 1e-4
 
 
@@ -78,5 +96,7 @@ def test_what_transformers_saved_has_the_same_loss_here(tmp_path, text, kind):
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).to(getattr(torch, kind))
     model.save_pretrained(tmp_path / "gpt2")
     expected, found = theirs(model.float()), ours("init", tmp_path / "gpt2", text)
-    print(f"loss: transformers {expected:.9f}, zmpi {found:.9f}, relative difference {abs(found / expected - 1):.1e}")
+    print(
+        f"loss: transformers {expected:.9f}, zmpi {found:.9f}, relative difference {abs(found / expected - 1):.1e}"
+    )
     assert abs(found / expected - 1) < 1e-4

@@ -14,13 +14,19 @@ FILES = sorted((Path(__file__).parent / "world").glob("test_*.py"))
 def sizes_of(file):
     """The module-level constant SIZES of a test file, read without importing it (that would start MPI here)."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["SIZES"]:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [
+            "SIZES"
+        ]:
             return ast.literal_eval(node.value)
     return SIZES
 
 
-@pytest.mark.parametrize(("file", "size"), [pytest.param(f, n, id=f"{f.stem}-{n}") for f in FILES for n in sizes_of(f)])
+@pytest.mark.parametrize(
+    ("file", "size"), [pytest.param(f, n, id=f"{f.stem}-{n}") for f in FILES for n in sizes_of(f)]
+)
 def test_world(file, size):
     world = run_world(size, ["-m", "pytest", file, "-q", "-p", "no:cacheprovider"], TIMEOUT)
     if world.status or world.left:
-        pytest.fail(f"{size} ranks of {file.name}: status {world.status}\n{world.output}", pytrace=False)
+        pytest.fail(
+            f"{size} ranks of {file.name}: status {world.status}\n{world.output}", pytrace=False
+        )

@@ -10,7 +10,13 @@ import os
 import sys
 from pathlib import Path
 
-from zmpi.manners.launch import choose_kernels, keep_freed_memory, set_threads, use_huge_pages, wait_politely
+from zmpi.manners.launch import (
+    choose_kernels,
+    keep_freed_memory,
+    set_threads,
+    use_huge_pages,
+    wait_politely,
+)
 
 __version__ = "0.1.0"
 
@@ -37,7 +43,9 @@ def _check_models():
     spec = importlib.util.find_spec("models")
     found = spec.origin if spec else None
     if found is None or Path(found).resolve() != ours:
-        line = f"zmpi: error: package models: expected {ours}, found {found}; run from another folder"
+        line = (
+            f"zmpi: error: package models: expected {ours}, found {found}; run from another folder"
+        )
         raise SystemExit(line) if sys.argv[:1] == ["-m"] else ImportError(line)
 
 

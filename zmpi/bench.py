@@ -27,28 +27,66 @@ def parser():
     flags = Parser(COMMAND, __doc__)
     model_flags(flags.add_argument_group("model and data"))
     add = flags.add_argument_group("what is run").add_argument
-    add("--data", type=file_name, default="builtin", help="builtin, a text file (tokens are bytes), or a .bin file (uint16)")
+    add(
+        "--data",
+        type=file_name,
+        default="builtin",
+        help="builtin, a text file (tokens are bytes), or a .bin file (uint16)",
+    )
     add("--stages", default="0,1,2,3", help="ZeRO stages, with commas between")
-    add("--precision", choices=[name for name in RECIPES if name != "float64"], default="float32", help="number types")
+    add(
+        "--precision",
+        choices=[name for name in RECIPES if name != "float64"],
+        default="float32",
+        help="number types",
+    )
     add("--micro-batch", type=whole(1), default=8, help="sequences per rank and micro-batch")
     add("--accumulate", type=whole(1), default=1, help="micro-batches per step and rank")
     add("--warm-up", type=whole(1), default=2, help="steps before the clock starts")
     add("--steps", type=whole(5), default=7, help="timed steps, the median of which counts")
     add("--seed", type=whole(0, SEEDS), default=0, help="seed of weights and data")
-    add("--sweep", choices=("ranks", "batch", "width"), help="repeat it over one axis (default: no sweep)")
+    add(
+        "--sweep",
+        choices=("ranks", "batch", "width"),
+        help="repeat it over one axis (default: no sweep)",
+    )
     _how(flags.add_argument_group("how it is run"))
     add = flags.add_argument_group("what comes out").add_argument
-    add("--flops", type=real(0, above=True), help="FLOPs per second that a rank could reach, for utilisation (default: none)")
+    add(
+        "--flops",
+        type=real(0, above=True),
+        help="FLOPs per second that a rank could reach, for utilisation (default: none)",
+    )
     add("--json", type=file_name, metavar="FILE", help="all figures (default: none)")
-    add("--report", type=file_name, metavar="DIR", help="pictures, and one HTML page with them and the tables (default: none)")
+    add(
+        "--report",
+        type=file_name,
+        metavar="DIR",
+        help="pictures, and one HTML page with them and the tables (default: none)",
+    )
     return flags
 
 
 def _how(group):
     add = group.add_argument
-    add("--reduction", choices=("auto", "mpi", "ordered"), default="auto", help="who sums gradients: MPI, or the owner")
-    add("--prefetch", type=int, choices=(0, 1), default=1, help="gathers started before they are needed")
-    add("--recompute", action="store_true", help="keep layer inputs only, and run each forward again")
+    add(
+        "--reduction",
+        choices=("auto", "mpi", "ordered"),
+        default="auto",
+        help="who sums gradients: MPI, or the owner",
+    )
+    add(
+        "--prefetch",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="gathers started before they are needed",
+    )
+    add(
+        "--recompute",
+        action="store_true",
+        help="keep layer inputs only, and run each forward again",
+    )
     world_flags(group)
 
 
@@ -89,7 +127,11 @@ def _stages(text):
 def _points(args, world):
     """What each run of the sweep changes: {} is no change, and the only point without --sweep."""
     if args.sweep == "ranks":
-        return [{"ranks": n} for n in sorted({*(2**i for i in range(world.size.bit_length())), world.size}) if n <= world.size]
+        return [
+            {"ranks": n}
+            for n in sorted({*(2**i for i in range(world.size.bit_length())), world.size})
+            if n <= world.size
+        ]
     if args.sweep == "batch":
         return [{"micro_batch": args.micro_batch * factor} for factor in (1, 2, 4)]
     if args.sweep == "width":
@@ -112,7 +154,9 @@ def _trial(args, world, point):
     text = load_text(args.data, args.context, args.vocab, world.rank, world.size)
     batches = Batches(text, world.rank, world.size, micro_batch, last_only=args.model == "mlp")
     optimizer = AdamW(lr=3e-3, clip=1.0)
-    return Trial(build, policy, optimizer, args.seed, batches, args.accumulate, args.warm_up, args.steps)
+    return Trial(
+        build, policy, optimizer, args.seed, batches, args.accumulate, args.warm_up, args.steps
+    )
 
 
 def _bench(args, world, stages, point):
@@ -127,7 +171,10 @@ def _bench(args, world, stages, point):
             "zmpi": __version__,
             "argv": sys.argv[1:],
             "point": point,
-            "model": {"kind": args.model, **{name: getattr(model, name) for name in SIZES if hasattr(model, name)}},
+            "model": {
+                "kind": args.model,
+                **{name: getattr(model, name) for name in SIZES if hasattr(model, name)},
+            },
             "parameters": trial.setting(part).walk(0).elements,
             "recipe": trial.policy.recipe.bytes_per_parameter(len(trial.optimizer.moments)),
             "size": part.size,
@@ -172,14 +219,23 @@ def _check_outputs(args):
         try:
             import matplotlib  # noqa: F401
         except ImportError:
-            raise UsageError("--report: needs matplotlib, which is not installed (pip install 'zmpi[report]')") from None
+            raise UsageError(
+                "--report: needs matplotlib, which is not installed (pip install 'zmpi[report]')"
+            ) from None
 
 
 def _write(args, reports):
     """The files that were asked for."""
     if args.json:
-        plain = [{**report, "stages": [_without_lanes(row) for row in report["stages"]]} for report in reports]
-        whole_report = {**plain[-1], "sweep": {"axis": args.sweep, "points": plain}} if args.sweep else plain[0]
+        plain = [
+            {**report, "stages": [_without_lanes(row) for row in report["stages"]]}
+            for report in reports
+        ]
+        whole_report = (
+            {**plain[-1], "sweep": {"axis": args.sweep, "points": plain}}
+            if args.sweep
+            else plain[0]
+        )
         Path(args.json).write_text(json.dumps(whole_report, allow_nan=False), encoding="utf-8")
     if args.report:
         from zmpi.cost.page import write_report

@@ -20,7 +20,13 @@ from zmpi.saving.blocks import BlockWriter
 from zmpi.saving.folder import Folder, newest
 from zmpi.saving.manifest import Manifest, unit_entry
 
-SIZES = ("depth", "width", "heads", "context", "vocab")  # attributes that say what a model is, where it has them
+SIZES = (
+    "depth",
+    "width",
+    "heads",
+    "context",
+    "vocab",
+)  # attributes that say what a model is, where it has them
 
 
 class Stopped(Agreed):
@@ -83,7 +89,11 @@ class Keeper:
             if self._folder and temporary:
                 self._folder.discard(temporary)
             raise
-        return Saved(self.world.share(final)[0], sum(entry["bytes"] for entry in files), perf_counter() - began)
+        return Saved(
+            self.world.share(final)[0],
+            sum(entry["bytes"] for entry in files),
+            perf_counter() - began,
+        )
 
     def close(self):
         """Let other jobs use the folder."""
@@ -122,9 +132,16 @@ def load(zero, path):
         missing = [name for name in zero.optimizer.moments if name not in manifest["vectors"]]
         if missing or len(manifest["vectors"]) != 1 + len(zero.optimizer.moments):
             found = manifest["optimizer"]["name"]
-            raise ValueError(f"{manifest.folder}: optimizer {found} in the checkpoint, {_name(zero.optimizer)} in this run")
+            raise ValueError(
+                f"{manifest.folder}: optimizer {found} in the checkpoint, {_name(zero.optimizer)} in this run"
+            )
     read(zero, manifest, ("master", *zero.optimizer.moments))
-    zero.step, zero.updates, zero.seed, zero.last = manifest["step"], manifest["updates"], manifest["seed"], None
+    zero.step, zero.updates, zero.seed, zero.last = (
+        manifest["step"],
+        manifest["updates"],
+        manifest["seed"],
+        None,
+    )
     scaler = manifest["scaler"]
     if zero.scaler.window and scaler["window"] and manifest["recipe"] == zero.policy.recipe.name:
         zero.scaler.scale, zero.scaler.good_steps = scaler["scale"], scaler["good_steps"]
@@ -167,10 +184,14 @@ def _ranges(zero, manifest, vectors):
     for unit in zero.units.values():
         shards, layout = unit.shards(), unit.layout
         for name, start, stop in layout.spans(unit.part):
-            first = unit.part.start + start - layout.offsets[name]  # counted from the parameter's first element
+            first = (
+                unit.part.start + start - layout.offsets[name]
+            )  # counted from the parameter's first element
             for vector in vectors:
                 target = shards[vector][start:stop]
-                for piece in manifest.pieces(layout.prefix + name, vector, first, first + stop - start):
+                for piece in manifest.pieces(
+                    layout.prefix + name, vector, first, first + stop - start
+                ):
                     yield piece.file, piece.byte, target[piece.start - first : piece.stop - first]
 
 
@@ -185,17 +206,23 @@ def _read_ranges(manifest, wanted, device):
 def _refuse_others(manifest, zero):
     """A checkpoint of another model, by the first name that differs."""
     layouts = [unit.layout for unit in zero.units.values()]
-    shapes = {layout.prefix + name: shape for layout in layouts for name, shape in layout.shapes.items()}
+    shapes = {
+        layout.prefix + name: shape for layout in layouts for name, shape in layout.shapes.items()
+    }
     fault = manifest.differs(shapes, "this model")
     if fault:
         raise ValueError(fault)
     saved, mine = manifest["model"], _model(zero.model)
     for name in [*saved, *mine]:
         if saved.get(name) != mine.get(name):
-            raise ValueError(f"{manifest.folder}: {name}: {saved.get(name)} in the checkpoint, {mine.get(name)} in this model")
+            raise ValueError(
+                f"{manifest.folder}: {name}: {saved.get(name)} in the checkpoint, {mine.get(name)} in this model"
+            )
     if manifest.dtype != zero.policy.recipe.master:
         kinds = manifest.dtype, zero.policy.recipe.master
-        raise ValueError(f"{manifest.folder}: master: {kinds[0]} in the checkpoint, {kinds[1]} in this run")
+        raise ValueError(
+            f"{manifest.folder}: master: {kinds[0]} in the checkpoint, {kinds[1]} in this run"
+        )
 
 
 def _describe(zero):
@@ -209,7 +236,11 @@ def _describe(zero):
         "recipe": zero.policy.recipe.name,
         "master": zero.policy.recipe.master.name,
         "vectors": ["master", *zero.optimizer.moments],
-        "scaler": {"scale": zero.scaler.scale, "good_steps": zero.scaler.good_steps, "window": zero.scaler.window},
+        "scaler": {
+            "scale": zero.scaler.scale,
+            "good_steps": zero.scaler.good_steps,
+            "window": zero.scaler.window,
+        },
         "optimizer": {"name": _name(zero.optimizer), **asdict(zero.optimizer)},
         "model": _model(zero.model),
         "units": [unit_entry(unit.layout) for unit in zero.units.values()],
@@ -217,7 +248,10 @@ def _describe(zero):
 
 
 def _model(model):
-    return {"kind": _name(model), **{name: getattr(model, name) for name in SIZES if hasattr(model, name)}}
+    return {
+        "kind": _name(model),
+        **{name: getattr(model, name) for name in SIZES if hasattr(model, name)},
+    }
 
 
 def _name(thing):

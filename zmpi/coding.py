@@ -52,7 +52,9 @@ class Words:
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            raise ValueError("--tokenizer: needs the package tokenizers (pip install tokenizers)") from None
+            raise ValueError(
+                "--tokenizer: needs the package tokenizers (pip install tokenizers)"
+            ) from None
         try:
             self._tokenizer = Tokenizer.from_file(path)
         except Exception as error:  # the package raises nothing narrower

@@ -26,7 +26,9 @@ from zmpi.sums import add_in_order
 from zmpi.transport import Paced, check_vector, choose_transport, cuda_awareness, ways
 
 CUT = 8  # what a reduction has to cut, or to add up itself, it cuts into eighths of a chunk
-CHUNK_BYTES = 16 << 20  # of one collective over all ranks: MPI's collectives are fastest between 1 and 16 MiB
+CHUNK_BYTES = (
+    16 << 20
+)  # of one collective over all ranks: MPI's collectives are fastest between 1 and 16 MiB
 
 
 class _Mpi:
@@ -100,14 +102,20 @@ class World:
     @property
     def standard(self):
         """(version of the MPI standard, thread level of this process), in words."""
-        names = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized"}
+        names = {
+            MPI.THREAD_SINGLE: "single",
+            MPI.THREAD_FUNNELED: "funneled",
+            MPI.THREAD_SERIALIZED: "serialized",
+        }
         return "{}.{}".format(*MPI.Get_version()), names.get(MPI.Query_thread(), "multiple")
 
     def reduction_for(self, recipe):
         """How gradients of this recipe are reduced, "mpi" or "ordered"; raises ValueError for what MPI cannot do."""
         narrow = recipe.gradient.itemsize < 4
         if self.reduction == "mpi" and narrow:
-            raise ValueError(f"--reduction: mpi cannot sum {recipe.name} (MPI has no portable 16-bit float); use ordered")
+            raise ValueError(
+                f"--reduction: mpi cannot sum {recipe.name} (MPI has no portable 16-bit float); use ordered"
+            )
         if self.reduction == "auto":
             return "ordered" if narrow or self.device.name != "cpu" else "mpi"
         return self.reduction
@@ -154,7 +162,9 @@ class Communicator:
         way, cuts = self._gathers, self._chunks(layout, full.itemsize)
         if self._latest and way.depth < inf:
             self._latest.Wait()  # its pinned buffers are needed
-        self._latest = Paced(way, cuts, partial(self._post, shard, full), partial(way.arrived, full, self.shards))
+        self._latest = Paced(
+            way, cuts, partial(self._post, shard, full), partial(way.arrived, full, self.shards)
+        )
         self._book("all_gather", layout, len(cuts), full.itemsize)
         self.in_flight += 1
         return Gather(self, layout.name, [self._latest], (shard, full))
@@ -186,7 +196,9 @@ class Communicator:
             self.mpi.Allgather([mine, MPI.DOUBLE], [everyone, MPI.DOUBLE])
         sent = (self.size - 1) * mine.nbytes
         seconds = perf_counter() - began
-        self.ledger.book("all_reduce", "scalars", calls=1, elements=len(mine), bytes_sent=sent, blocked_s=seconds)
+        self.ledger.book(
+            "all_reduce", "scalars", calls=1, elements=len(mine), bytes_sent=sent, blocked_s=seconds
+        )
         return everyone
 
     def reserve(self, layouts, dtype):
@@ -194,22 +206,31 @@ class Communicator:
         needed = []
         for layout in layouts:
             elements = min(layout.shard_length, self._longest_cut(layout, np.dtype(dtype).itemsize))
-            packed = self.shards if elements < layout.shard_length else 0  # `mpi` packs only what it has to cut
+            packed = (
+                self.shards if elements < layout.shard_length else 0
+            )  # `mpi` packs only what it has to cut
             needed.append(elements * (self.shards if self.ordered else 1 + packed))
         self._message = self.ledger.track("message", self.xp.empty(max(needed), dtype))
         longest = max(layout.shard_length for layout in layouts)
         for way in {self._gathers, self._reductions}:
-            way.reserve(max(8 * self.shards, min(self.chunk_bytes, 8 * self.shards * longest)))  # 8: the widest type's bytes
+            way.reserve(
+                max(8 * self.shards, min(self.chunk_bytes, 8 * self.shards * longest))
+            )  # 8: the widest type's bytes
 
     # -- how they are made of MPI calls ---------------------------------------------------------------------------
 
     def _post(self, shard, full, start, stop):
         """Start the gather of one chunk."""
         kind, way = _mpi_type(full), self._gathers
-        mine, into = way.outgoing(shard, 1, start, stop), way.incoming(full, self.shards, start, stop)
+        mine, into = (
+            way.outgoing(shard, 1, start, stop),
+            way.incoming(full, self.shards, start, stop),
+        )
         in_place = mine.address == into.address + self.shard * into.extent * full.itemsize
         send = MPI.IN_PLACE if in_place else [_memory(mine), stop - start, kind]
-        return self.mpi.Iallgather(send, [_memory(into), 1, self._row(stop - start, into.extent, kind)])
+        return self.mpi.Iallgather(
+            send, [_memory(into), 1, self._row(stop - start, into.extent, kind)]
+        )
 
     def _exchange(self, layout, full, start, stop):
         """One chunk of a reduce-scatter: rows (n, elements) of the message buffer whose sum is the own part."""
@@ -218,14 +239,22 @@ class Communicator:
         send = way.outgoing(full, self.shards, start, stop)
         if self.ordered:
             into = way.incoming(rows, 1, 0, len(rows))
-            self.mpi.Alltoall([_memory(send), 1, self._row(elements, send.extent, kind)], [_memory(into), elements, kind])
+            self.mpi.Alltoall(
+                [_memory(send), 1, self._row(elements, send.extent, kind)],
+                [_memory(into), elements, kind],
+            )
         else:
             if send.extent > elements:  # Reduce_scatter_block knows no rows with gaps between them
                 packed = self._message[elements : elements + self.shards * elements]
-                np.copyto(packed.reshape(self.shards, elements), full.reshape(self.shards, layout.shard_length)[:, start:stop])
+                np.copyto(
+                    packed.reshape(self.shards, elements),
+                    full.reshape(self.shards, layout.shard_length)[:, start:stop],
+                )
                 send = way.outgoing(packed, 1, 0, len(packed))
             into = way.incoming(rows, 1, 0, len(rows))
-            self.mpi.Reduce_scatter_block([_memory(send), elements, kind], [_memory(into), elements, kind], op=MPI.SUM)
+            self.mpi.Reduce_scatter_block(
+                [_memory(send), elements, kind], [_memory(into), elements, kind], op=MPI.SUM
+            )
         way.arrived(rows, 1, 0, len(rows))
         return rows.reshape(-1, elements)
 
@@ -249,15 +278,26 @@ class Communicator:
         """A datatype of `elements` contiguous elements, the next one of which lies `extent` elements further on."""
         key = elements, extent, kind.name
         if key not in self._rows:
-            self._rows[key] = kind.Create_contiguous(elements).Create_resized(0, extent * kind.extent).Commit()
+            self._rows[key] = (
+                kind.Create_contiguous(elements).Create_resized(0, extent * kind.extent).Commit()
+            )
         return self._rows[key]
 
     def _book(self, kind, layout, calls, itemsize):
         """What is sent: by an all-gather the own slice to each other owner, by a reduction each other owner's slice."""
         others, own = self.shards - 1, layout.padding(layout.shard(self.shard))
         sent = others * layout.shard_length * itemsize
-        padding = (own * others if kind == "all_gather" else layout.padded - layout.elements - own) * itemsize
-        self.ledger.book(kind, layout.name, calls=calls, elements=layout.elements, bytes_sent=sent, padding_bytes=padding)
+        padding = (
+            own * others if kind == "all_gather" else layout.padded - layout.elements - own
+        ) * itemsize
+        self.ledger.book(
+            kind,
+            layout.name,
+            calls=calls,
+            elements=layout.elements,
+            bytes_sent=sent,
+            padding_bytes=padding,
+        )
 
 
 class Gather:

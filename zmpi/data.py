@@ -32,7 +32,11 @@ class Text:
         choices = len(self.train) - self.context
 
         def draw(i):
-            return int(np.random.Generator(np.random.Philox(key=seed, counter=[i, step, 0, 0])).integers(choices))
+            return int(
+                np.random.Generator(np.random.Philox(key=seed, counter=[i, step, 0, 0])).integers(
+                    choices
+                )
+            )
 
         return [draw(i) for i in sequences]
 
@@ -84,7 +88,9 @@ class Batches:
         return range(j * self.micro_batch, (j + 1) * self.micro_batch)
 
     def _split(self, window_BT):
-        return window_BT[:, :-1], window_BT[:, -1].copy() if self.last_only else window_BT[:, 1:].copy()
+        return window_BT[:, :-1], window_BT[:, -1].copy() if self.last_only else window_BT[
+            :, 1:
+        ].copy()
 
 
 def load_text(source, context, vocab, rank=0, size=1):
@@ -96,12 +102,17 @@ def load_text(source, context, vocab, rank=0, size=1):
     tokens = _builtin() if source == "builtin" else _mapped(Path(source))
     name = "--data" if source == "builtin" else str(source)
     if len(tokens) <= context:
-        raise ValueError(f"{name}: {len(tokens)} tokens; a window needs --context + 1 = {context + 1}")
+        raise ValueError(
+            f"{name}: {len(tokens)} tokens; a window needs --context + 1 = {context + 1}"
+        )
     if tokens.dtype == np.uint8 and vocab < 256:
         raise ValueError(f"--vocab: text is read as bytes and needs at least 256, got {vocab}")
     if tokens.dtype == np.uint16:
         share = -(-len(tokens) // size)
-        highest = max((int(part.max()) for part in _parts(tokens, rank * share, (rank + 1) * share)), default=0)
+        highest = max(
+            (int(part.max()) for part in _parts(tokens, rank * share, (rank + 1) * share)),
+            default=0,
+        )
         if highest >= vocab:
             raise ValueError(f"{name}: token {highest} is not below --vocab {vocab}")
     cut = len(tokens) - len(tokens) // 10
@@ -115,7 +126,9 @@ def _builtin():
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise ValueError("--data: this Python lacks the built-in corpus (pydoc_data); name a text file") from None
+        raise ValueError(
+            "--data: this Python lacks the built-in corpus (pydoc_data); name a text file"
+        ) from None
     return np.frombuffer("".join(topics[key] for key in sorted(topics)).encode(), np.uint8)
 
 
@@ -123,9 +136,13 @@ def _mapped(path):
     """A file's tokens, mapped and not read."""
     dtype = np.dtype("<u2" if path.suffix == ".bin" else np.uint8)
     if path.is_dir() or not path.exists():
-        raise ValueError(f"--data: expected a file, got {path} ({'a directory' if path.is_dir() else 'missing'})")
+        raise ValueError(
+            f"--data: expected a file, got {path} ({'a directory' if path.is_dir() else 'missing'})"
+        )
     if path.stat().st_size % dtype.itemsize:
-        raise ValueError(f"{path}: uint16 tokens need an even number of bytes, got {path.stat().st_size}")
+        raise ValueError(
+            f"{path}: uint16 tokens need an even number of bytes, got {path.stat().st_size}"
+        )
     if not path.stat().st_size:
         return np.empty(0, dtype)
     return np.memmap(path, dtype, mode="r")

@@ -118,7 +118,12 @@ def find_cupy():
         import cupy
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
-        return None, "CuPy is not installed" if missing else f"CuPy cannot be imported: {str(error).splitlines()[0]}"
+        return (
+            None,
+            "CuPy is not installed"
+            if missing
+            else f"CuPy cannot be imported: {str(error).splitlines()[0]}",
+        )
     if not cupy.cuda.is_available():
         return None, "CuPy sees no GPU"
     return cupy, ""

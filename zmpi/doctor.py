@@ -17,7 +17,12 @@ from zmpi.manners.start import start, world_flags
 from zmpi.manners.table import table
 
 COMMAND = "zmpi.doctor"
-SIZES = (1 << 14, 1 << 18, 1 << 20, 1 << 22)  # float32 elements of the vectors that are sent: 64 KiB to 16 MiB
+SIZES = (
+    1 << 14,
+    1 << 18,
+    1 << 20,
+    1 << 22,
+)  # float32 elements of the vectors that are sent: 64 KiB to 16 MiB
 ROUNDS = 7  # the median of which counts
 
 
@@ -38,11 +43,25 @@ def main(argv=None):
     aware = gpus_way == "direct"
     if world.rank == 0:
         standard, threads = world.standard
-        print(f"MPI       {' '.join(world.library.split())}; standard {standard}, thread level {threads}")
+        print(
+            f"MPI       {' '.join(world.library.split())}; standard {standard}, thread level {threads}"
+        )
         print(f"launcher  {launcher(os.environ)}, {world.size} rank{'s' if world.size > 1 else ''}")
-        print(f"CUDA      {'aware' if aware else 'not aware'}; arrays on GPUs would go {gpus_way} ({how})")
-        print(f"transport {world.transport} ({world.transport_why}), device {world.device.name} {_chosen(world.device)}")
-        print(table([("rank", "host", "processor", "BLAS kernels", "cores", "threads", "device"), *ranks], left=4))
+        print(
+            f"CUDA      {'aware' if aware else 'not aware'}; arrays on GPUs would go {gpus_way} ({how})"
+        )
+        print(
+            f"transport {world.transport} ({world.transport_why}), device {world.device.name} {_chosen(world.device)}"
+        )
+        print(
+            table(
+                [
+                    ("rank", "host", "processor", "BLAS kernels", "cores", "threads", "device"),
+                    *ranks,
+                ],
+                left=4,
+            )
+        )
         print(rates)
         print(verdict(world, threads, aware, wrong), flush=True)
     if wrong:
@@ -57,8 +76,12 @@ def verdict(world, threads, aware, wrong):
     if world.size == 1:
         remarks.append("one rank only, nothing was sent (start it with mpirun -n 2)")
     if threads != "multiple":
-        remarks.append(f"thread level {threads}: a rank that hangs cannot ask the others where they are")
-    remarks.append("GPU memory can be sent directly" if aware else "GPU memory would go through the host")
+        remarks.append(
+            f"thread level {threads}: a rank that hangs cannot ask the others where they are"
+        )
+    remarks.append(
+        "GPU memory can be sent directly" if aware else "GPU memory would go through the host"
+    )
     return "verdict: usable; " + "; ".join(remarks)
 
 
@@ -66,7 +89,15 @@ def _own_facts(world):
     """This rank's row."""
     own, _ = cores(os.environ)
     device = world.device.name
-    return str(world.rank), platform.node(), cpu_name(), kernels_in_use(), str(own), str(world.threads), device
+    return (
+        str(world.rank),
+        platform.node(),
+        cpu_name(),
+        kernels_in_use(),
+        str(own),
+        str(world.threads),
+        device,
+    )
 
 
 def _chosen(device):
@@ -75,7 +106,10 @@ def _chosen(device):
 
 def _rates(world):
     """(table of MB/s that a rank sends, what came out wrong or None): the collectives of training, checked."""
-    rows, wrong = [("float32 vector", "all-gather", "reduce-scatter, mpi", "reduce-scatter, ordered")], None
+    rows, wrong = (
+        [("float32 vector", "all-gather", "reduce-scatter, mpi", "reduce-scatter, ordered")],
+        None,
+    )
     for elements in SIZES:
         cells, fault = _rates_at(world, elements)
         rows.append((f"{elements * 4 >> 10:,} KiB", *cells))
@@ -85,19 +119,30 @@ def _rates(world):
 
 def _rates_at(world, elements):
     """(a cell for each collective, what came out wrong or None) of vectors of so many elements."""
-    layout, wrong, total = Layout("probe", "", {"x": (elements,)}, world.size), None, world.size * (world.size + 1) // 2
+    layout, wrong, total = (
+        Layout("probe", "", {"x": (elements,)}, world.size),
+        None,
+        world.size * (world.size + 1) // 2,
+    )
     comms = [Communicator(world, Ledger(), reduction) for reduction in ("mpi", "ordered")]
     for comm in comms:
         comm.reserve([layout], np.float32)
     put, get = world.device.put, world.device.get
     shard = put(np.full(layout.shard_length, world.rank + 1, np.float32))
-    full, out = put(np.zeros(layout.padded, np.float32)), put(np.zeros(layout.shard_length, np.float32))
+    full, out = (
+        put(np.zeros(layout.padded, np.float32)),
+        put(np.zeros(layout.shard_length, np.float32)),
+    )
     cells = [_rate(world, layout, lambda: comms[0].all_gather(layout, shard, full).wait())]
-    if not np.array_equal(get(full), np.repeat(np.arange(1, world.size + 1, dtype=np.float32), layout.shard_length)):
+    if not np.array_equal(
+        get(full), np.repeat(np.arange(1, world.size + 1, dtype=np.float32), layout.shard_length)
+    ):
         wrong = f"an all-gather of {elements:,} elements brought wrong numbers to rank {world.rank}"
     full.fill(world.rank + 1)
     for comm in comms:
-        cells.append(_rate(world, layout, lambda comm=comm: comm.reduce_scatter(layout, full, out, True)))
+        cells.append(
+            _rate(world, layout, lambda comm=comm: comm.reduce_scatter(layout, full, out, True))
+        )
         if not np.all(get(out) == total):
             wrong = f"a reduce-scatter ({comm.reduction}) of {elements:,} elements was wrong on rank {world.rank}"
     return cells, wrong

@@ -63,7 +63,9 @@ class ZeRO:
             reduction = world.reduction_for(self.policy.recipe)
         self.model, self.world, self.optimizer, self.seed = model, world, optimizer or AdamW(), seed
         self.step = 0  # training steps taken
-        self.updates = 0  # updates made: Adam's count, and the position in the learning rate's course
+        self.updates = (
+            0  # updates made: Adam's count, and the position in the learning rate's course
+        )
         self.scaler = self.policy.scaler()
         self.last = None  # the last Step
         self.ledger = self.make_ledger()
@@ -73,11 +75,24 @@ class ZeRO:
         names, specs = [unit_of(layer) for layer in model.layers], units(model)
         self.schedule = self.make_schedule(model.layers, names)
         self.evaluation = evaluation_schedule(model.layers, names)
-        asked = {"stage": stage, "seed": seed, "policy": self.policy, "optimizer": self.optimizer, "reduction": reduction}
+        asked = {
+            "stage": stage,
+            "seed": seed,
+            "policy": self.policy,
+            "optimizer": self.optimizer,
+            "reduction": reduction,
+        }
         same_on_all_ranks(world, {**asked, "model": specs})
-        recipe, split = world.device.recipe(self.policy.recipe), (self.comm.shards, world.device.align)
-        rules = Rules(self.stage, recipe, self.comm, self.ledger, world.device, self.optimizer.moments)
-        layouts = [self.make_layout(name, spec.prefix, spec.shapes, *split) for name, spec in specs.items()]
+        recipe, split = (
+            world.device.recipe(self.policy.recipe),
+            (self.comm.shards, world.device.align),
+        )
+        rules = Rules(
+            self.stage, recipe, self.comm, self.ledger, world.device, self.optimizer.moments
+        )
+        layouts = [
+            self.make_layout(name, spec.prefix, spec.shapes, *split) for name, spec in specs.items()
+        ]
         with world.agreed():  # that there is memory
             self.comm.reserve(layouts, self.policy.recipe.gradient)
             self.units = {layout.name: self.make_unit(layout, rules) for layout in layouts}
@@ -99,7 +114,9 @@ class ZeRO:
             first, last = m == 0, m + 1 == len(micro_batches)
             saved = []
             for visit, upcoming in zip_longest(self.schedule, self.schedule[1:]):
-                w = self._fetch(visit, upcoming)  # wait for this layer's weights, start the next one's
+                w = self._fetch(
+                    visit, upcoming
+                )  # wait for this layer's weights, start the next one's
                 if visit.forward:
                     x = self._forward(visit, w, x, saved)
                 if visit.turn:
@@ -119,7 +136,9 @@ class ZeRO:
         with self.ledger.as_other():
             counted = self._open(micro_batches, training=False)
             batches = self.world.device.batches(micro_batches)
-            losses = [self.model.loss(self.forward(x), targets, counted)[0] for x, targets in batches]
+            losses = [
+                self.model.loss(self.forward(x), targets, counted)[0] for x, targets in batches
+            ]
             return add_up(self.comm.gather_scalars(losses).T.ravel()) / counted
 
     def forward(self, x, apply=lambda layer, w, x: layer.forward(w, x)[0]):
@@ -134,17 +153,25 @@ class ZeRO:
 
     def _open(self, micro_batches, training=True):
         """Agree on the step: every rank brings as many micro-batches. Returns the counted targets of all ranks."""
-        number = len(micro_batches) * all(len(targets) for _, targets in micro_batches)  # 0 if one is empty
+        number = len(micro_batches) * all(
+            len(targets) for _, targets in micro_batches
+        )  # 0 if one is empty
         mine = sum(int(np.count_nonzero(targets >= 0)) for _, targets in micro_batches)
         too_large = int(sum(unit.too_large for unit in self.units.values()))
-        everyone = self.comm.gather_scalars([number, mine, too_large, training * self.world.guard.stop_requested])
+        everyone = self.comm.gather_scalars(
+            [number, mine, too_large, training * self.world.guard.stop_requested]
+        )
         numbers, counted = everyone[:, 0], int(sum(everyone[:, 1]))
         if everyone[:, 3].any():
             raise checkpoint.Stopped(int(everyone[:, 3].max()))
         if everyone[:, 2].any():
-            raise Agreed(f"step {self.step}: {int(sum(everyone[:, 2]))} weights became too large for {self.policy.precision}")
+            raise Agreed(
+                f"step {self.step}: {int(sum(everyone[:, 2]))} weights became too large for {self.policy.precision}"
+            )
         if numbers.min() != numbers.max() or not numbers[0]:
-            raise UsageError(f"micro-batches: every rank needs the same number, none empty; got {numbers.astype(int).tolist()}")
+            raise UsageError(
+                f"micro-batches: every rank needs the same number, none empty; got {numbers.astype(int).tolist()}"
+            )
         if not counted:
             raise UsageError("targets: none is counted (all are below 0) on any rank")
         return counted
@@ -174,25 +201,37 @@ class ZeRO:
 
     def _recomputes(self, visit):
         """Whether the layer's forward runs again for its backward. Where that needs no weights, nothing is saved by it."""
-        return self.policy.recompute and not visit.turn and self.model.layers[visit.layer].backward_needs_weights
+        return (
+            self.policy.recompute
+            and not visit.turn
+            and self.model.layers[visit.layer].backward_needs_weights
+        )
 
     def _update(self, losses, counted):
         """Every rank tells its losses and its pieces of the norm; then every unit updates its own shard."""
-        assert not self.comm.in_flight, "a gather is under way at the update: it would bring weights of the last step"
+        assert not self.comm.in_flight, (
+            "a gather is under way at the update: it would bring weights of the last step"
+        )
         pieces = zip(*(unit.squares() for unit in self.units.values()), strict=True)
         everyone = self.comm.gather_scalars([*losses, *map(add_up, pieces)])
-        loss = add_up(everyone[:, : len(losses)].T.ravel()) / counted  # micro-batch j = m x size + r: in order of m, then of r
+        loss = (
+            add_up(everyone[:, : len(losses)].T.ravel()) / counted
+        )  # micro-batch j = m x size + r: in order of m, then of r
         norm = sqrt(add_up(everyone[:, len(losses) :].ravel())) / self.scaler.scale
         self.step += 1
         scale, skipped = self.scaler.scale, not (isfinite(loss) and isfinite(norm))
         if skipped and scale == 1:
-            raise Agreed(f"step {self.step}: the loss is {loss} and the gradient's norm {norm}; nothing was updated")
+            raise Agreed(
+                f"step {self.step}: the loss is {loss} and the gradient's norm {norm}; nothing was updated"
+            )
         if not skipped:
             self.updates += 1
             for unit in self.units.values():
                 unit.update(self.optimizer, self.updates, self.optimizer.clip_factor(norm) / scale)
         self.scaler.after_step(overflow=skipped)
-        self.last = Step(loss, norm, self.optimizer.rate(self.updates), counted, len(losses), scale, skipped)
+        self.last = Step(
+            loss, norm, self.optimizer.rate(self.updates), counted, len(losses), scale, skipped
+        )
         return loss
 
     def save(self, folder, keep=3):
@@ -225,7 +264,9 @@ class ZeRO:
         with self.ledger.as_other():
             for unit in self.units.values():
                 unit.gather()
-                parameters |= {unit.layout.prefix + name: view for name, view in unit.weights().items()}
+                parameters |= {
+                    unit.layout.prefix + name: view for name, view in unit.weights().items()
+                }
         try:
             yield parameters
         finally:

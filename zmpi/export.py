@@ -21,8 +21,20 @@ def parser():
     """All flags. The names are a contract."""
     flags = Parser(COMMAND, __doc__)
     add = flags.add_argument
-    add("--checkpoint", type=file_name, metavar="DIR", required=True, help="folder of checkpoints (takes the newest), or one")
-    add("--to", type=file_name, metavar="DIR", required=True, help="folder to write, made in one that is there")
+    add(
+        "--checkpoint",
+        type=file_name,
+        metavar="DIR",
+        required=True,
+        help="folder of checkpoints (takes the newest), or one",
+    )
+    add(
+        "--to",
+        type=file_name,
+        metavar="DIR",
+        required=True,
+        help="folder to write, made in one that is there",
+    )
     return flags
 
 
@@ -33,20 +45,33 @@ def main(argv=None):
         began = perf_counter()
         manifest = Manifest.read(newest(args.checkpoint))
         export(manifest, args.to)
-        size, seconds = (Path(args.to) / pretrained.WEIGHTS).stat().st_size / 1e6, perf_counter() - began
-        print(f"exported step {manifest['step']} of {manifest.folder} to {args.to}: {size:,.1f} MB in {seconds:.2f} s")
+        size, seconds = (
+            (Path(args.to) / pretrained.WEIGHTS).stat().st_size / 1e6,
+            perf_counter() - began,
+        )
+        print(
+            f"exported step {manifest['step']} of {manifest.folder} to {args.to}: {size:,.1f} MB in {seconds:.2f} s"
+        )
 
 
 def export(manifest, to):
     """Write the weights of a checkpoint into a folder. Raises ValueError for what is no GPT, or damaged: nothing is written."""
     sizes = dict(manifest["model"])
     if sizes.pop("kind") != "GPT":
-        raise ValueError(f"{manifest.folder}: only a transformer has a published format, this is a {manifest['model']['kind']}")
+        raise ValueError(
+            f"{manifest.folder}: only a transformer has a published format, this is a {manifest['model']['kind']}"
+        )
     sizes["layers"] = sizes.pop("depth")
     with ExitStack() as stack:
-        room = Room()  # all files are open, so that a job at work cannot take them away; one block is in memory
-        readers = [stack.enter_context(manifest.open(file, room)) for file in range(len(manifest.files))]
-        pretrained.write(to, sizes, manifest.shapes, lambda name: manifest.read_parameter(name, readers))
+        room = (
+            Room()
+        )  # all files are open, so that a job at work cannot take them away; one block is in memory
+        readers = [
+            stack.enter_context(manifest.open(file, room)) for file in range(len(manifest.files))
+        ]
+        pretrained.write(
+            to, sizes, manifest.shapes, lambda name: manifest.read_parameter(name, readers)
+        )
 
 
 if __name__ == "__main__":

@@ -22,14 +22,39 @@ def parser():
     """All flags. The names are a contract."""
     flags = Parser(COMMAND, __doc__)
     add = flags.add_argument
-    add("--checkpoint", type=file_name, metavar="DIR", required=True, help="folder of checkpoints (takes the newest), or one")
-    add("--prompt", metavar="TEXT", help="text to go on from (default: none; one of the two prompts is needed)")
-    add("--prompt-ids", metavar="N,N,...", type=_ids, help="tokens to go on from; tokens are printed (default: none)")
+    add(
+        "--checkpoint",
+        type=file_name,
+        metavar="DIR",
+        required=True,
+        help="folder of checkpoints (takes the newest), or one",
+    )
+    add(
+        "--prompt",
+        metavar="TEXT",
+        help="text to go on from (default: none; one of the two prompts is needed)",
+    )
+    add(
+        "--prompt-ids",
+        metavar="N,N,...",
+        type=_ids,
+        help="tokens to go on from; tokens are printed (default: none)",
+    )
     tokenizer = "tokenizer.json that makes tokens of text (default: bytes, for byte models only)"
     add("--tokenizer", type=file_name, metavar="FILE", help=tokenizer)
     add("--tokens", type=whole(1), default=100, help="tokens to generate")
-    add("--temperature", type=real(0), default=0.0, help="0: always the likeliest token; 1: as the model predicts")
-    add("--top-k", type=whole(0), default=0, help="draw from the k likeliest tokens only (0: from all)")
+    add(
+        "--temperature",
+        type=real(0),
+        default=0.0,
+        help="0: always the likeliest token; 1: as the model predicts",
+    )
+    add(
+        "--top-k",
+        type=whole(0),
+        default=0,
+        help="draw from the k likeliest tokens only (0: from all)",
+    )
     add("--seed", type=whole(0, SEEDS), default=0, help="seed of the draws")
     world_flags(flags)
     return flags
@@ -46,7 +71,13 @@ def main(argv=None):
         coding = _coding(args, manifest)
         tokens = coding.encode(args)
         _refuse(tokens, model, args)
-    zero = ZeRO(model, world, stage=3 if world.size > 1 else 0, optimizer=SGD(), policy=Policy(manifest["recipe"]))
+    zero = ZeRO(
+        model,
+        world,
+        stage=3 if world.size > 1 else 0,
+        optimizer=SGD(),
+        policy=Policy(manifest["recipe"]),
+    )
     load_weights(zero, manifest)
     with world.agreed():
         voice = Voice(coding, tokens, silent=world.rank != 0)
@@ -63,9 +94,15 @@ def _coding(args, manifest):
         return Ids()
     if args.tokenizer:
         return Words(args.tokenizer)
-    of_bytes = manifest["run"]["data"]["kind"] == "uint8" if manifest["run"] else manifest["model"]["vocab"] == 256
+    of_bytes = (
+        manifest["run"]["data"]["kind"] == "uint8"
+        if manifest["run"]
+        else manifest["model"]["vocab"] == 256
+    )
     if not of_bytes:
-        raise ValueError("--prompt: the model's tokens are not bytes; give --tokenizer tokenizer.json, or --prompt-ids")
+        raise ValueError(
+            "--prompt: the model's tokens are not bytes; give --tokenizer tokenizer.json, or --prompt-ids"
+        )
     return Bytes()
 
 
@@ -80,7 +117,9 @@ def _build(manifest):
     kinds = {"GPT": GPT, "MLP": MLP}
     kind = kinds.get(sizes.pop("kind"))
     if kind is None:
-        raise ValueError(f"{manifest.folder}: expected a {' or '.join(kinds)}, got a {manifest['model']['kind']}")
+        raise ValueError(
+            f"{manifest.folder}: expected a {' or '.join(kinds)}, got a {manifest['model']['kind']}"
+        )
     return kind(layers=sizes.pop("depth"), **sizes)
 
 
@@ -89,9 +128,13 @@ def _refuse(tokens, model, args):
     name = "--prompt" if args.prompt_ids is None else "--prompt-ids"
     least = model.context if isinstance(model, MLP) else 1
     if len(tokens) < least:
-        raise ValueError(f"{name}: expected at least {least} token{'s' * (least > 1)}, got {len(tokens)}")
+        raise ValueError(
+            f"{name}: expected at least {least} token{'s' * (least > 1)}, got {len(tokens)}"
+        )
     if max(tokens) >= model.vocab:
-        raise ValueError(f"{name}: token {max(tokens)} is not below the model's vocabulary of {model.vocab}")
+        raise ValueError(
+            f"{name}: token {max(tokens)} is not below the model's vocabulary of {model.vocab}"
+        )
 
 
 if __name__ == "__main__":

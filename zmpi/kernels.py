@@ -25,17 +25,41 @@ def add_in_order(rows, out, fresh):
 
 def sums_of_squares(vector, pieces):
     partial = cupy.empty((pieces, PARTS), np.float64)
-    launch("squares", vector.dtype, 32 * partial.size, vector, partial, len(vector) // pieces, pieces, PARTS)
+    launch(
+        "squares",
+        vector.dtype,
+        32 * partial.size,
+        vector,
+        partial,
+        len(vector) // pieces,
+        pieces,
+        PARTS,
+    )
     return cupy.asnumpy(partial).sum(axis=1).tolist()
 
 
 def adamw(master, owned, by):
     number = wide(owned.gradient).type
     stored = NOTHING if owned.stored is None else owned.stored
-    arrays = master, owned.gradient, owned.moments["m"], owned.moments["v"], stored, _table(tuple(owned.decayed))
+    arrays = (
+        master,
+        owned.gradient,
+        owned.moments["m"],
+        owned.moments["v"],
+        stored,
+        _table(tuple(owned.decayed)),
+    )
     names = ("factor", "kept", "beta1", "beta2", "step_size", "root_of_correction", "eps")
     numbers = [number(getattr(by, name)) for name in names]
-    launch("adamw", owned.gradient.dtype, len(master), *arrays, len(owned.decayed), len(master), *numbers)
+    launch(
+        "adamw",
+        owned.gradient.dtype,
+        len(master),
+        *arrays,
+        len(owned.decayed),
+        len(master),
+        *numbers,
+    )
 
 
 @cache

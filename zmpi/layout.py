@@ -63,7 +63,10 @@ class Layout:
     def views(self, vector):
         """{local name: view} into a full vector, each in its parameter's shape. The views keep the vector alive."""
         at = self.offsets
-        return {name: vector[at[name] : at[name] + prod(shape)].reshape(shape) for name, shape in self.shapes.items()}
+        return {
+            name: vector[at[name] : at[name] + prod(shape)].reshape(shape)
+            for name, shape in self.shapes.items()
+        }
 
     def spans(self, part):
         """The parameters inside a slice of the vector, as (local name, start, stop) counted from the slice's start."""

@@ -9,7 +9,13 @@ from zmpi.memory import peak_resident_bytes
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "other")
 OWNED = ("parameters", "gradients", "optimizer")
-WORK = ("partial", "widened", "sum", "message", "pinned")  # the kinds of work buffers; pinned memory is the host's
+WORK = (
+    "partial",
+    "widened",
+    "sum",
+    "message",
+    "pinned",
+)  # the kinds of work buffers; pinned memory is the host's
 
 
 @dataclass
@@ -34,11 +40,15 @@ class Ledger:
 
     def __init__(self):
         self.moved = defaultdict(Moved)  # (kind, unit) -> Moved
-        self._outside = defaultdict(Moved)  # the part of it that was booked as other since the step began
+        self._outside = defaultdict(
+            Moved
+        )  # the part of it that was booked as other since the step began
         self.alive = Counter()  # kind of memory -> bytes
         self.peak = Counter()  # kind of memory -> highest bytes since the step began
         self.work_peak = 0  # highest sum over the kinds of work buffers
-        self.peak_bytes = peak_resident_bytes  # the highest that the process held, all things together
+        self.peak_bytes = (
+            peak_resident_bytes  # the highest that the process held, all things together
+        )
         self._lives = {}  # id -> the _Life of each array that is alive
         self._as_other = False
 
@@ -107,4 +117,9 @@ class Ledger:
 
     def _memory(self):
         owned = {kind: self.peak[kind] for kind in OWNED}
-        return {**owned, "full_peak": self.peak["full"], "work": self.work_peak, "peak": self.peak_bytes()}
+        return {
+            **owned,
+            "full_peak": self.peak["full"],
+            "work": self.work_peak,
+            "peak": self.peak_bytes(),
+        }

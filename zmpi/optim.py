@@ -13,7 +13,9 @@ import numpy as np
 from models.twins import on_gpu
 from zmpi.sums import round_to
 
-BLOCK = 1 << 16  # elements of a block: the five vectors of a block stay within a core's second-level cache
+BLOCK = (
+    1 << 16
+)  # elements of a block: the five vectors of a block stay within a core's second-level cache
 
 
 @dataclass
@@ -21,7 +23,9 @@ class Slice:
     """What the optimizer updates of one unit. Every vector is owned by the unit and changed in place."""
 
     master: np.ndarray  # weights, in the master type
-    gradient: np.ndarray  # summed over ranks, in the gradient type; possibly still multiplied by the loss scale
+    gradient: (
+        np.ndarray
+    )  # summed over ranks, in the gradient type; possibly still multiplied by the loss scale
     moments: dict  # {name: vector in the master type}
     decayed: list  # [(start, stop, whether weight decay applies), ...], covering the parameters (not the padding)
     stored: np.ndarray | None = None  # the parameters, where they are the master rounded to 16 bits
@@ -61,7 +65,9 @@ class _Optimizer:
         if self.schedule not in ("constant", "cosine"):
             raise ValueError(f"schedule: expected constant or cosine, got {self.schedule!r}")
         if self.schedule == "cosine" and self.decay_steps < 1:
-            raise ValueError(f"decay_steps: a cosine schedule needs at least 1, got {self.decay_steps}")
+            raise ValueError(
+                f"decay_steps: a cosine schedule needs at least 1, got {self.decay_steps}"
+            )
 
     def rate(self, t):
         """The learning rate of update t (counted from 1)."""
@@ -96,13 +102,22 @@ class AdamW(_Optimizer):
         super().__post_init__()
         for name in ("beta1", "beta2"):
             if getattr(self, name) >= 1:
-                raise ValueError(f"{name}: expected at least 0 and below 1, got {getattr(self, name)}")
+                raise ValueError(
+                    f"{name}: expected at least 0 and below 1, got {getattr(self, name)}"
+                )
 
     def update(self, owned, t, factor):
         """Update a Slice in place: update t (counted from 1), with the gradient multiplied by `factor`."""
-        lr, numbers = self.rate(t), {"factor": factor, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps}
+        lr, numbers = (
+            self.rate(t),
+            {"factor": factor, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps},
+        )
         numbers |= {"kept": 1.0 - lr * self.weight_decay, "step_size": lr / (1.0 - self.beta1**t)}
-        adamw(owned.master, owned, SimpleNamespace(**numbers, root_of_correction=(1.0 - self.beta2**t) ** 0.5))
+        adamw(
+            owned.master,
+            owned,
+            SimpleNamespace(**numbers, root_of_correction=(1.0 - self.beta2**t) ** 0.5),
+        )
 
 
 @on_gpu
@@ -127,7 +142,9 @@ def adamw(master, owned, by):
         s *= of_square
         v *= by.beta2
         v += s
-        np.sqrt(v, out=s)  # p -= lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps), both times sqrt(1 - beta2^t)
+        np.sqrt(
+            v, out=s
+        )  # p -= lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps), both times sqrt(1 - beta2^t)
         s += by.eps * root
         np.divide(m, s, out=s)
         s *= by.step_size * root
@@ -160,7 +177,9 @@ class SGD(_Optimizer):
             if decays and self.weight_decay:
                 p *= 1.0 - lr * self.weight_decay
             if self.momentum:
-                velocity = owned.moments["momentum"][start:stop]  # velocity = momentum x velocity + g
+                velocity = owned.moments["momentum"][
+                    start:stop
+                ]  # velocity = momentum x velocity + g
                 velocity *= self.momentum
                 velocity += g_
                 np.copyto(g_, velocity)
@@ -176,7 +195,9 @@ def sum_of_squares(vector):
     for start in range(0, len(vector), max(1, length)):
         block = vector[start : start + length]
         wide = scratch[: len(block)]
-        np.copyto(wide, block)  # widened in a pass of its own: faster than a product that widens as it goes
+        np.copyto(
+            wide, block
+        )  # widened in a pass of its own: faster than a product that widens as it goes
         np.multiply(wide, wide, out=wide)
         total += float(wide.sum())
     return total

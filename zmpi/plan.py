@@ -20,23 +20,68 @@ def parser():
     """All flags."""
     flags = Parser(COMMAND, __doc__)
     what = flags.add_argument_group("what is planned")
-    what.add_argument("--params", type=real(1), help="number of parameters: state alone, by the formula (default: a model's)")
+    what.add_argument(
+        "--params",
+        type=real(1),
+        help="number of parameters: state alone, by the formula (default: a model's)",
+    )
     model_flags(flags.add_argument_group("or a model, walked through (--layers chooses this)"))
     add = flags.add_argument_group("how it is run").add_argument
     add("--ranks", type=whole(1), help="data-parallel ranks (needed, but for --paper)")
-    add("--precision", choices=[name for name in RECIPES if name != "float64"], default="float16", help="number types")
+    add(
+        "--precision",
+        choices=[name for name in RECIPES if name != "float64"],
+        default="float16",
+        help="number types",
+    )
     add("--micro-batch", type=whole(1), default=1, help="sequences per rank and micro-batch")
     add("--accumulate", type=whole(1), default=1, help="micro-batches per step and rank")
-    add("--prefetch", type=int, choices=(0, 1), default=1, help="gathers started before they are needed")
-    add("--recompute", action="store_true", help="keep layer inputs only, and run each forward again")
-    add("--reduction", choices=("auto", "mpi", "ordered"), default="auto", help="who sums gradients: MPI, or the owner")
+    add(
+        "--prefetch",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="gathers started before they are needed",
+    )
+    add(
+        "--recompute",
+        action="store_true",
+        help="keep layer inputs only, and run each forward again",
+    )
+    add(
+        "--reduction",
+        choices=("auto", "mpi", "ordered"),
+        default="auto",
+        help="who sums gradients: MPI, or the owner",
+    )
     add = flags.add_argument_group("questions").add_argument
-    add("--memory", type=real(0, above=True), help="bytes per rank: what is the largest that fits? (default: not asked)")
-    add("--bandwidth", type=real(0, above=True), help="bytes per second that a rank sends (default: no times)")
+    add(
+        "--memory",
+        type=real(0, above=True),
+        help="bytes per rank: what is the largest that fits? (default: not asked)",
+    )
+    add(
+        "--bandwidth",
+        type=real(0, above=True),
+        help="bytes per second that a rank sends (default: no times)",
+    )
     add("--flops", type=real(0, above=True), help="FLOPs per second of a rank (default: no times)")
-    add("--calibrate", type=file_name, metavar="FILE", help="take both from the JSON of a bench (default: no times)")
-    add("--dry-run", action="store_true", help="show the walk too: calls, elements and bytes per collective, and the peak")
-    add("--paper", action="store_true", help="print Tables 1 and 2 of the paper beside zmpi's figures")
+    add(
+        "--calibrate",
+        type=file_name,
+        metavar="FILE",
+        help="take both from the JSON of a bench (default: no times)",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="show the walk too: calls, elements and bytes per collective, and the peak",
+    )
+    add(
+        "--paper",
+        action="store_true",
+        help="print Tables 1 and 2 of the paper beside zmpi's figures",
+    )
     add("--json", action="store_true", help="print JSON, in bytes")
     flags.set_defaults(layers=None)
     return flags
@@ -62,7 +107,11 @@ def answer(args):
         raise UsageError(f"--params: expected either it or a model (--layers ...), got {given}")
     if args.layers is not None:
         return _of_model(args)
-    _only(given, ("params", "ranks", "precision", "memory", "json"), "needs a model (--layers ...), got --params alone")
+    _only(
+        given,
+        ("params", "ranks", "precision", "memory", "json"),
+        "needs a model (--layers ...), got --params alone",
+    )
     return _of_formula(args)
 
 
@@ -93,13 +142,15 @@ def _of_formula(args):
     kinds = ("parameters", "gradients", "optimizer", "total")
     lines = [("stage", "sharded", *kinds)]
     for row, sharded in zip(rows, SHARDED, strict=True):
-        lines.append((f"  {row['stage']}", sharded, *(short(row[kind] / divisor) for kind in kinds)))
-    text = (
-        f"{_opening(parameters, args, recipe)}; {name} per rank (1 {name} = {divisor:,} bytes), state alone\n{table(lines, 2)}"
-    )
+        lines.append(
+            (f"  {row['stage']}", sharded, *(short(row[kind] / divisor) for kind in kinds))
+        )
+    text = f"{_opening(parameters, args, recipe)}; {name} per rank (1 {name} = {divisor:,} bytes), state alone\n{table(lines, 2)}"
     if args.memory:
         text += f"\nlargest number of parameters whose state alone fits {in_bytes(args.memory)} per rank"
-        text += "".join(f"\n  stage {row['stage']}  {row['largest_parameters']:.4g}" for row in rows)
+        text += "".join(
+            f"\n  stage {row['stage']}  {row['largest_parameters']:.4g}" for row in rows
+        )
     return text
 
 
@@ -110,7 +161,13 @@ def _opening(parameters, args, recipe):
 
 def _json(recipe, parameters, args, rows):
     return json.dumps(
-        {"recipe": recipe.bytes_per_parameter(), "parameters": parameters, "ranks": args.ranks, "stages": rows}, allow_nan=False
+        {
+            "recipe": recipe.bytes_per_parameter(),
+            "parameters": parameters,
+            "ranks": args.ranks,
+            "stages": rows,
+        },
+        allow_nan=False,
     )
 
 
@@ -136,11 +193,17 @@ def _of_model(args):
     recipe = policy.recipe
     if args.json:
         rows = [walk.entry() for walk in walks]
-        for row, walk, limit, turn in zip(rows, walks, limits or STAGES, turning or STAGES, strict=True):
+        for row, walk, limit, turn in zip(
+            rows, walks, limits or STAGES, turning or STAGES, strict=True
+        ):
             row |= limit if limits else {}
             if speed:
                 compute, comm = speed.compute_s(walk), speed.comm_s(walk)
-                row |= {"compute_s": compute, "comm_s": comm, "step_s": [max(compute, comm), compute + comm]}
+                row |= {
+                    "compute_s": compute,
+                    "comm_s": comm,
+                    "step_s": [max(compute, comm), compute + comm],
+                }
                 row |= {"ranks_that_pay": turn[0] if turn[1] else None}
         return _json(recipe, walks[0].elements, args, rows)
     parts = [f"{_opening(walks[0].elements, args, recipe)}\n{_run(args)}", _memory(walks)]
@@ -153,7 +216,9 @@ def _of_model(args):
 def _run(args):
     """The run in words."""
     batch = args.micro_batch * args.accumulate * args.ranks
-    attention = f", {4 if args.heads is None else args.heads} heads" if args.model == "transformer" else ""
+    attention = (
+        f", {4 if args.heads is None else args.heads} heads" if args.model == "transformer" else ""
+    )
     return (
         f"{args.model}: {args.layers} layers, width {args.width:,}{attention}, context {args.context:,}, vocab {args.vocab:,};"
         f" a step is {args.micro_batch} x {args.accumulate} x {args.ranks:,} = {batch:,} sequences; prefetch {args.prefetch},"
@@ -167,7 +232,9 @@ def _speed(args):
         if args.flops or args.bandwidth:
             raise UsageError("--calibrate: names both speeds; got --flops or --bandwidth too")
         try:
-            return speed_of(json.loads(Path(args.calibrate).read_text(encoding="utf-8")), args.calibrate)
+            return speed_of(
+                json.loads(Path(args.calibrate).read_text(encoding="utf-8")), args.calibrate
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{args.calibrate}: expected the JSON of a bench ({error})") from None
     if (args.flops is None) != (args.bandwidth is None):
@@ -178,11 +245,34 @@ def _speed(args):
 def _memory(walks):
     """Bytes per rank by kind, and where the step is at its peak."""
     divisor, name = unit_for(max(walk.peak for walk in walks))
-    lines = [("stage", "sharded", "parameters", "gradients", "optimizer", "full", "work", "activations", "temporaries", "peak")]
+    lines = [
+        (
+            "stage",
+            "sharded",
+            "parameters",
+            "gradients",
+            "optimizer",
+            "full",
+            "work",
+            "activations",
+            "temporaries",
+            "peak",
+        )
+    ]
     for walk, sharded in zip(walks, SHARDED, strict=True):
         figures = [walk.at_peak[kind] for kind in (*lines[0][2:9], "total")]
-        lines.append((f"  {walk.stage.number}", sharded, *(short(figure / divisor) for figure in figures), f"in {walk.place}"))
-    return f"{name} per rank (1 {name} = {divisor:,} bytes) at the peak of a step; the columns add up to it\n" + table(lines, 2)
+        lines.append(
+            (
+                f"  {walk.stage.number}",
+                sharded,
+                *(short(figure / divisor) for figure in figures),
+                f"in {walk.place}",
+            )
+        )
+    return (
+        f"{name} per rank (1 {name} = {divisor:,} bytes) at the peak of a step; the columns add up to it\n"
+        + table(lines, 2)
+    )
 
 
 def _limits(setting, walk, memory):
@@ -191,28 +281,51 @@ def _limits(setting, walk, memory):
     layers = largest(lambda n: setting.walk(stage, layers=n).peak, memory)
     state = largest_model(walk.stage, setting.ranks, memory, setting.policy.recipe)
     found = {"largest_parameters": state, "largest_layers": layers}
-    found["largest_micro_batch"] = largest(lambda n: setting.walk(stage, micro_batch=n).peak, memory)
+    found["largest_micro_batch"] = largest(
+        lambda n: setting.walk(stage, micro_batch=n).peak, memory
+    )
     return found
 
 
 def _fits(limits, args):
     """The answers to --memory. Raises UsageError where not even one layer fits at any stage."""
     if not any(limit["largest_layers"] for limit in limits):
-        raise UsageError(f"--memory: not even 1 layer fits into {args.memory:,.15g} bytes per rank at any stage")
-    lines = [("stage", "parameters (state alone)", "layers (whole step)", "micro-batch (whole step)")]
+        raise UsageError(
+            f"--memory: not even 1 layer fits into {args.memory:,.15g} bytes per rank at any stage"
+        )
+    lines = [
+        ("stage", "parameters (state alone)", "layers (whole step)", "micro-batch (whole step)")
+    ]
     for stage, limit in zip(STAGES, limits, strict=True):
         counts = [limit["largest_layers"], limit["largest_micro_batch"]]
-        said = ["none" if not n else f"{n:,}" + (" or more" if n == HIGHEST else "") for n in counts]
+        said = [
+            "none" if not n else f"{n:,}" + (" or more" if n == HIGHEST else "") for n in counts
+        ]
         lines.append((f"  {stage.number}", f"{limit['largest_parameters']:.4g}", *said))
     return f"largest that fits {in_bytes(args.memory)} per rank, all else as above\n{table(lines)}"
 
 
 def _times(walks, turning, speed, args):
     """What a step may take: the arithmetic and the messages, hidden behind each other or not at all."""
-    lines = [("stage", "compute", "messages", "share", "step, all hidden", "step, none hidden", "ranks that pay")]
+    lines = [
+        (
+            "stage",
+            "compute",
+            "messages",
+            "share",
+            "step, all hidden",
+            "step, none hidden",
+            "ranks that pay",
+        )
+    ]
     for walk, (ranks, found) in zip(walks, turning, strict=True):
         compute, comm = speed.compute_s(walk), speed.comm_s(walk)
-        times = [seconds(compute), seconds(comm), f"{comm / (compute + comm):.1%}", seconds(max(compute, comm))]
+        times = [
+            seconds(compute),
+            seconds(comm),
+            f"{comm / (compute + comm):.1%}",
+            seconds(max(compute, comm)),
+        ]
         pays = f"{ranks:,}" if found else f"{ranks:,} and more"
         lines.append((f"  {walk.stage.number}", *times, seconds(compute + comm), pays))
     source = args.calibrate or "the flags"
@@ -225,17 +338,25 @@ def _times(walks, turning, speed, args):
 
 def _moved(walks, args):
     """The walk's collectives, beside the closed form (paper, section 7)."""
-    lines = [("stage", "collective", "calls", "elements", "formula", "bytes sent", "of which padding")]
+    lines = [
+        ("stage", "collective", "calls", "elements", "formula", "bytes sent", "of which padding")
+    ]
     for walk in walks:
-        formula = elements_moved(walk.stage, walk.schedule, walk.unit_sizes, args.accumulate, walk.reduce_each)
+        formula = elements_moved(
+            walk.stage, walk.schedule, walk.unit_sizes, args.accumulate, walk.reduce_each
+        )
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
             moved = walk.comm[kind]
-            amounts = [f"{moved[name]:,}" for name in ("calls", "elements", "bytes_sent", "padding_bytes")]
+            amounts = [
+                f"{moved[name]:,}" for name in ("calls", "elements", "bytes_sent", "padding_bytes")
+            ]
             expected = f"{formula[kind]:,}" if kind in formula else "-"
             name = "scalars" if kind == "all_reduce" else kind
             lines.append((f"  {walk.stage.number}", name, *amounts[:2], expected, *amounts[2:]))
     flops = walks[0].flops
-    return f"moved by rank 0 in a step; {flops:,} FLOPs of matrix products in it\n" + table(lines, 2)
+    return f"moved by rank 0 in a step; {flops:,} FLOPs of matrix products in it\n" + table(
+        lines, 2
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ class Recipe:
     name: str
     parameter: np.dtype  # stored, and what a gather moves
     gradient: np.dtype  # stored, and what a reduce moves
-    master: np.dtype  # what the optimizer updates, and the type of its moments and of every sum of gradients
+    master: (
+        np.dtype
+    )  # what the optimizer updates, and the type of its moments and of every sum of gradients
     compute: np.dtype  # activations, and the weights that they meet
     partial: np.dtype  # partial gradients of parameters
 
@@ -62,22 +64,35 @@ class Policy:
 
     precision: str = "float32"
     prefetch: int = 1  # gathers that may be under way before they are needed: 0 or 1
-    recompute: bool = False  # keep a layer's input only, and run its forward again in the backward pass
+    recompute: bool = (
+        False  # keep a layer's input only, and run its forward again in the backward pass
+    )
     loss_scale: float | str = "auto"  # a fixed number, or dynamic for float16 and 1 for the others
     loss_scale_window: int = 2000  # good steps after which a dynamic scale doubles
 
     def __post_init__(self):
         if self.precision not in RECIPES:
-            raise ValueError(f"precision: expected one of {', '.join(RECIPES)}; got {self.precision!r}")
+            raise ValueError(
+                f"precision: expected one of {', '.join(RECIPES)}; got {self.precision!r}"
+            )
         if self.prefetch not in (0, 1):
             raise ValueError(f"prefetch: expected 0 or 1; got {self.prefetch!r}")
         if self.loss_scale != "auto":
             if self.precision != "float16":
-                raise ValueError(f"loss_scale: applies to precision float16 only, not to {self.precision}")
-            if not (isinstance(self.loss_scale, (int, float)) and 1 <= self.loss_scale <= LossScaler.HIGHEST):
-                raise ValueError(f"loss_scale: expected auto, or a number from 1 to 2^24; got {self.loss_scale!r}")
+                raise ValueError(
+                    f"loss_scale: applies to precision float16 only, not to {self.precision}"
+                )
+            if not (
+                isinstance(self.loss_scale, (int, float))
+                and 1 <= self.loss_scale <= LossScaler.HIGHEST
+            ):
+                raise ValueError(
+                    f"loss_scale: expected auto, or a number from 1 to 2^24; got {self.loss_scale!r}"
+                )
         if self.loss_scale_window < 1:
-            raise ValueError(f"loss_scale_window: expected at least 1 step, got {self.loss_scale_window}")
+            raise ValueError(
+                f"loss_scale_window: expected at least 1 step, got {self.loss_scale_window}"
+            )
 
     @property
     def recipe(self):
@@ -88,7 +103,11 @@ class Policy:
         if self.loss_scale != "auto":
             return LossScaler(float(self.loss_scale), window=None)
         dynamic = self.precision == "float16"
-        return LossScaler(LossScaler.START, self.loss_scale_window) if dynamic else LossScaler(1.0, window=None)
+        return (
+            LossScaler(LossScaler.START, self.loss_scale_window)
+            if dynamic
+            else LossScaler(1.0, window=None)
+        )
 
 
 @dataclass

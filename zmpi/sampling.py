@@ -17,7 +17,11 @@ def generate(zero, tokens, args, limit, closed):
             logits_BV = cache.predict(device.put(_window(tokens[-1:])), zero.forward)
         else:
             window, cache = device.put(_window(tokens[-zero.model.context :])), Cache(zero.model)
-            logits_BV = cache.predict(window, zero.forward) if isinstance(zero.model, GPT) else zero.forward(window)
+            logits_BV = (
+                cache.predict(window, zero.forward)
+                if isinstance(zero.model, GPT)
+                else zero.forward(window)
+            )
         mine = draw(device.get(logits_BV)[0, :limit], args, position)
         token, ended = zero.comm.gather_scalars([mine, closed()])[0]
         if ended:
@@ -30,12 +34,16 @@ def draw(logits_V, args, position):
     """A token from its logits: the likeliest at temperature 0; else drawn, as a function of (seed, position) alone."""
     if not args.temperature:
         return int(np.argmax(logits_V))
-    with np.errstate(over="ignore"):  # far below the likeliest, at a temperature near 0: minus infinity is right
+    with np.errstate(
+        over="ignore"
+    ):  # far below the likeliest, at a temperature near 0: minus infinity is right
         scaled_V = (logits_V - logits_V.max()).astype(np.float64) / args.temperature
     if args.top_k and args.top_k < len(scaled_V):
         scaled_V[scaled_V < np.partition(scaled_V, -args.top_k)[-args.top_k]] = -np.inf
     share_V = np.cumsum(np.exp(scaled_V))
-    number = np.random.Generator(np.random.Philox(key=args.seed, counter=[position, 0, 0, 0])).random()
+    number = np.random.Generator(
+        np.random.Philox(key=args.seed, counter=[position, 0, 0, 0])
+    ).random()
     return int(np.searchsorted(share_V, number * share_V[-1], side="right"))
 
 

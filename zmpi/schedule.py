@@ -58,21 +58,32 @@ class Schedule(tuple):
         rows = [("visit", "layer", "unit", "what happens")]
         rows += [(str(i), str(v.layer), v.unit, ", ".join(v.verbs())) for i, v in enumerate(self)]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows)
+        return "\n".join(
+            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
+            for row in rows
+        )
 
 
 def training_schedule(layers, units):
     """The walk of one micro-batch: `layers` follow the Layer contract, `units` names the unit of each."""
     last = len(layers) - 1
-    walk = [Visit(i, units[i], forward=True, backward=i == last, weights=True) for i in range(last + 1)]
+    walk = [
+        Visit(i, units[i], forward=True, backward=i == last, weights=True) for i in range(last + 1)
+    ]
     for i in reversed(range(last)):
-        walk.append(Visit(i, units[i], forward=False, backward=True, weights=layers[i].backward_needs_weights))
+        walk.append(
+            Visit(
+                i, units[i], forward=False, backward=True, weights=layers[i].backward_needs_weights
+            )
+        )
     return _with_moves(walk)
 
 
 def evaluation_schedule(layers, units):
     """The forward pass alone, gathered and freed as in training."""
-    return _with_moves([Visit(i, units[i], forward=True, backward=False, weights=True) for i in range(len(layers))])
+    return _with_moves(
+        [Visit(i, units[i], forward=True, backward=False, weights=True) for i in range(len(layers))]
+    )
 
 
 def _with_moves(walk):
@@ -90,7 +101,8 @@ def _with_moves(walk):
                 visit.weights,
                 gather=visit.weights and not _needs(before, visit.unit),
                 free=visit.weights and not _needs(after, visit.unit),
-                reduce=visit.backward and not any(v.backward and v.unit == visit.unit for v in walk[i + 1 :]),
+                reduce=visit.backward
+                and not any(v.backward and v.unit == visit.unit for v in walk[i + 1 :]),
             )
         )
     return Schedule(schedule)

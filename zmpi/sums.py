@@ -4,7 +4,9 @@ import numpy as np
 
 from models.twins import on_gpu
 
-REDUCE_BLOCK = 1 << 16  # elements that are summed over ranks at a time, so that the running sum stays in cache
+REDUCE_BLOCK = (
+    1 << 16
+)  # elements that are summed over ranks at a time, so that the running sum stays in cache
 
 
 @on_gpu
@@ -17,7 +19,9 @@ def add_in_order(rows, out, fresh):
     for start in range(0, len(out), REDUCE_BLOCK):
         part = out[start : start + REDUCE_BLOCK]
         total = part if part.dtype == wide else np.empty_like(part, dtype=wide)
-        with np.errstate(over="ignore", invalid="ignore"):  # an overflow (and inf - inf) is found in the norm
+        with np.errstate(
+            over="ignore", invalid="ignore"
+        ):  # an overflow (and inf - inf) is found in the norm
             for i, row in enumerate(rows):
                 so_far = 0.0 if fresh and i == 0 else total
                 np.add(so_far, row[start : start + REDUCE_BLOCK], out=total, dtype=wide)
@@ -35,5 +39,7 @@ def add_up(values):
 
 def round_to(narrow, wide):
     """Assign `wide` to `narrow`, rounded to its type."""
-    with np.errstate(over="ignore"):  # an overflow is no accident here: it is counted, or found in the norm
+    with np.errstate(
+        over="ignore"
+    ):  # an overflow is no accident here: it is counted, or found in the norm
         np.copyto(narrow, wide, casting="same_kind")

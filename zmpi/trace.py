@@ -26,11 +26,27 @@ class Trace(Watch):
     def begin_step(self):
         super().begin_step()
         number = self.steps[-1][0]["step"] + 1 if self.steps else 1
-        self.steps.append([{"step": number, "verb": "step", "name": str(number), "start": perf_counter(), "end": None}])
+        self.steps.append(
+            [
+                {
+                    "step": number,
+                    "verb": "step",
+                    "name": str(number),
+                    "start": perf_counter(),
+                    "end": None,
+                }
+            ]
+        )
 
     def began(self):
         verb, name = self.place
-        event = {"step": self._step(), "verb": verb, "name": name, "start": perf_counter(), "end": None}
+        event = {
+            "step": self._step(),
+            "verb": verb,
+            "name": name,
+            "start": perf_counter(),
+            "end": None,
+        }
         self._under_way.append(event)
         if self._recording():
             self.steps[-1].append(event)
@@ -48,7 +64,13 @@ class Trace(Watch):
             event = self._under_way[-1]
         elif self._recording():
             end = perf_counter()
-            event = {"step": self._step(), "verb": "agree", "name": unit, "start": end - amounts["blocked_s"], "end": end}
+            event = {
+                "step": self._step(),
+                "verb": "agree",
+                "name": unit,
+                "start": end - amounts["blocked_s"],
+                "end": end,
+            }
             self.steps[-1].append(event)
         else:
             return
@@ -88,18 +110,26 @@ def aligned(world, events):
     The clocks differ between nodes: each rank's is set by the quickest of several messages to rank 0 and back.
     """
     offset = _clock_offset(world)
-    mine = [{**event, "start": event["start"] - offset, "end": event["end"] - offset} for event in events]
+    mine = [
+        {**event, "start": event["start"] - offset, "end": event["end"] - offset}
+        for event in events
+    ]
     with world.guard.waiting("the trace's events"):
         lanes = world.mpi.gather(mine)
     if lanes is None:
         return None
     zero = min((event["start"] for lane in lanes for event in lane), default=0.0)
-    return [[{**event, "start": event["start"] - zero, "end": event["end"] - zero} for event in lane] for lane in lanes]
+    return [
+        [{**event, "start": event["start"] - zero, "end": event["end"] - zero} for event in lane]
+        for lane in lanes
+    ]
 
 
 def _clock_offset(world):
     """How many seconds this rank's clock is ahead of rank 0's."""
-    with world.guard.waiting("the clocks"):  # one wait for all messages: ranks are compared by the number of their waits
+    with world.guard.waiting(
+        "the clocks"
+    ):  # one wait for all messages: ranks are compared by the number of their waits
         if world.rank:
             for _ in range(ROUNDS):
                 world.mpi.recv(source=0)
@@ -120,11 +150,25 @@ def as_chrome(lanes):
     """Chrome's trace event format: complete events ("X") in microseconds, one thread per rank."""
     events = []
     for rank, lane in enumerate(lanes):
-        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
+        events.append(
+            {
+                "name": "thread_name",
+                "ph": "M",
+                "pid": 0,
+                "tid": rank,
+                "args": {"name": f"rank {rank}"},
+            }
+        )
         for event in lane:
             start, seconds = event["start"], event["end"] - event["start"]
             details = {key: value for key, value in event.items() if key in ("step", *AMOUNTS)}
-            what = {"name": f"{event['verb']} {event['name']}", "cat": event["verb"], "ph": "X", "pid": 0, "tid": rank}
+            what = {
+                "name": f"{event['verb']} {event['name']}",
+                "cat": event["verb"],
+                "ph": "X",
+                "pid": 0,
+                "tid": rank,
+            }
             events.append({**what, "ts": start * 1e6, "dur": seconds * 1e6, "args": details})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -134,12 +178,21 @@ def as_text(lanes):
     last = max((event["step"] for lane in lanes for event in lane), default=None)
     if last is None:
         return ""
-    found = [(event["start"], rank, event) for rank, lane in enumerate(lanes) for event in lane if event["step"] == last]
+    found = [
+        (event["start"], rank, event)
+        for rank, lane in enumerate(lanes)
+        for event in lane
+        if event["step"] == last
+    ]
     found.sort(key=lambda entry: entry[:2])
     first, lines = found[0][0], []
     for start, rank, event in found:
         took = f"at {(start - first) * 1e3:.2f} ms for {(event['end'] - start) * 1e3:.2f} ms"
-        lines.append(f"rank {rank}  {event['verb']} {event['name']}".ljust(32) + f"{_said(event, len(lanes))}".ljust(44) + took)
+        lines.append(
+            f"rank {rank}  {event['verb']} {event['name']}".ljust(32)
+            + f"{_said(event, len(lanes))}".ljust(44)
+            + took
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -150,7 +203,9 @@ def _said(event, ranks):
     return {
         "gather": f"{elements} from {ranks} ranks",
         "wait": blocked,
-        "reduce": f"{elements} over {ranks} ranks, {blocked}" if "elements" in event else "kept for the next micro-batch",
+        "reduce": f"{elements} over {ranks} ranks, {blocked}"
+        if "elements" in event
+        else "kept for the next micro-batch",
         "update": f"then {elements} gathered, {blocked}" if "elements" in event else "",
         "agree": f"{event.get('elements', 0):,} numbers of each rank, {blocked}",
     }.get(event["verb"], "")

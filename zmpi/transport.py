@@ -54,7 +54,9 @@ class Host:
 
     def _own(self, vector, rows, start):
         skipped = start * vector.itemsize
-        return Place(self.device.address(vector) + skipped, vector.nbytes - skipped, len(vector) // rows)
+        return Place(
+            self.device.address(vector) + skipped, vector.nbytes - skipped, len(vector) // rows
+        )
 
 
 class Direct(Host):
@@ -92,7 +94,9 @@ class Slot:
         """The Place of so many columns of a vector's type, packed."""
         nbytes = rows * (stop - start) * vector.itemsize
         if nbytes > len(self.memory):
-            raise ValueError(f"staging: a chunk of {nbytes} bytes does not fit into the {len(self.memory)} that were reserved")
+            raise ValueError(
+                f"staging: a chunk of {nbytes} bytes does not fit into the {len(self.memory)} that were reserved"
+            )
         return Place(self.address, nbytes, stop - start)
 
 
@@ -115,16 +119,23 @@ class Staged(Host):
         self._begun = {}  # columns that are on their way out -> their slot
 
     def reserve(self, nbytes):
-        self._out, self._in = (deque(Slot(self.device, self.ledger, nbytes) for _ in range(IN_FLIGHT)) for _ in range(2))
+        self._out, self._in = (
+            deque(Slot(self.device, self.ledger, nbytes) for _ in range(IN_FLIGHT))
+            for _ in range(2)
+        )
 
     def outgoing(self, vector, rows, start, stop):
         if start == 0:  # the whole vector is as it will be sent, once this is done
             self._follow()
-        slot = self._begun.pop((self.device.address(vector), rows, start), None) or self._copy_out(vector, rows, start, stop)
+        slot = self._begun.pop((self.device.address(vector), rows, start), None) or self._copy_out(
+            vector, rows, start, stop
+        )
         slot.free()
         after = min(2 * stop - start, len(vector) // rows)
         if self.ahead and after > stop:
-            self._begun[self.device.address(vector), rows, stop] = self._copy_out(vector, rows, stop, after)
+            self._begun[self.device.address(vector), rows, stop] = self._copy_out(
+                vector, rows, stop, after
+            )
         return slot.place(vector, rows, start, stop)
 
     def incoming(self, vector, rows, start, stop):
@@ -197,7 +208,12 @@ class Paced:
 
 def check_vector(vector, length, dtype):
     """A buffer that MPI reads or writes must be what it seems: a strided view would be sent (or filled) wrongly."""
-    if vector.ndim != 1 or not vector.flags.c_contiguous or vector.size != length or vector.dtype != dtype:
+    if (
+        vector.ndim != 1
+        or not vector.flags.c_contiguous
+        or vector.size != length
+        or vector.dtype != dtype
+    ):
         raise ValueError(
             f"message buffer: expected a contiguous vector of {length} elements of {dtype}, got shape {vector.shape},"
             f" strides {vector.strides}, {vector.dtype}"
@@ -229,8 +245,13 @@ def cuda_awareness(library, kinds, environ):
     general, answer = getattr(library, "MPIX_GPU_query_support", None), ctypes.c_int(0)
     if general is not None and general(0, ctypes.byref(answer)) == 0 and answer.value:
         return True, "MPIX_GPU_query_support() is 1 for CUDA"
-    if environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1" and hasattr(library, "MPIX_GPU_query_support"):
-        return False, "MPICH_GPU_SUPPORT_ENABLED is 1, but the library says no: is libmpi_gtl_cuda linked?"
+    if environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1" and hasattr(
+        library, "MPIX_GPU_query_support"
+    ):
+        return (
+            False,
+            "MPICH_GPU_SUPPORT_ENABLED is 1, but the library says no: is libmpi_gtl_cuda linked?",
+        )
     if query is None and general is None:
         return False, "the MPI library has no query for it"
     return False, f"{'MPIX_Query_cuda_support' if query else 'MPIX_GPU_query_support'}() is 0"
@@ -247,10 +268,14 @@ def choose_transport(asked, answers):
     devices = [device for device, _, _ in answers]
     if len(set(devices)) > 1:
         where = [rank for rank, device in enumerate(devices) if device != "cuda"]
-        raise ValueError(f"--device: auto found no GPU on rank {where[0]}, but on others; name cpu or cuda")
+        raise ValueError(
+            f"--device: auto found no GPU on rank {where[0]}, but on others; name cpu or cuda"
+        )
     if devices[0] == "cpu":
         if asked != "auto":
-            raise ValueError(f"--transport: {asked} carries memory of a GPU, and the arrays are on the CPU")
+            raise ValueError(
+                f"--transport: {asked} carries memory of a GPU, and the arrays are on the CPU"
+            )
         return "host", "arrays are in host memory"
     if asked != "auto":
         return asked, "asked for"

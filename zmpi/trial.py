@@ -17,7 +17,9 @@ SEED = 7
 MODELS = {
     "GPT": GPT(layers=3, width=15, heads=3, context=7, vocab=29),
     "MLP": MLP(layers=2, width=5, context=3, vocab=11),
-    "large GPT": GPT(layers=3, width=64, heads=4, context=16, vocab=401),  # units that stand out in a memory trace
+    "large GPT": GPT(
+        layers=3, width=64, heads=4, context=16, vocab=401
+    ),  # units that stand out in a memory trace
 }
 
 
@@ -45,7 +47,9 @@ class Trial:
 
     def alone(self):
         """This trial on one rank, which takes the whole batch. Every rank runs it, each in a world of its own."""
-        return replace(self, world=self.world.twin(alone=True), accumulate=self.accumulate * self.world.size)
+        return replace(
+            self, world=self.world.twin(alone=True), accumulate=self.accumulate * self.world.size
+        )
 
     @property
     def reductions(self):
@@ -55,11 +59,16 @@ class Trial:
     def make(self):
         """A fresh engine."""
         policy = Policy(self.precision, self.prefetch, self.recompute)
-        return self.engine(MODELS[self.model], self.world, self.stage, self.optimizer, seed=SEED, policy=policy)
+        return self.engine(
+            MODELS[self.model], self.world, self.stage, self.optimizer, seed=SEED, policy=policy
+        )
 
     def data(self, step):
         """This rank's micro-batches of a step."""
-        return [self._micro_batch(step, m * self.world.size + self.world.rank) for m in range(self.accumulate)]
+        return [
+            self._micro_batch(step, m * self.world.size + self.world.rank)
+            for m in range(self.accumulate)
+        ]
 
     def _micro_batch(self, step, j):
         """Global micro-batch j: tokens of its own, ragged targets, and in the second one none that counts."""
@@ -79,7 +88,13 @@ class Trial:
             zero.train_step(self.data(step))
             numbers.append((zero.last.loss, zero.last.grad_norm))
         with zero.gathered() as parameters:
-            return Outcome(numbers, {name: np.array(zero.world.device.get(w), np.float64) for name, w in parameters.items()})
+            return Outcome(
+                numbers,
+                {
+                    name: np.array(zero.world.device.get(w), np.float64)
+                    for name, w in parameters.items()
+                },
+            )
 
 
 @dataclass(frozen=True)
@@ -95,36 +110,58 @@ class Outcome:
             return float("inf")
         pairs = [(np.array(self.numbers), np.array(other.numbers))]
         pairs += [(w, other.weights[name]) for name, w in self.weights.items()]
-        return float(np.max([np.max(np.abs(a - b)) / np.max(np.abs(b)) if np.any(a != b) else 0.0 for a, b in pairs]))
+        return float(
+            np.max(
+                [
+                    np.max(np.abs(a - b)) / np.max(np.abs(b)) if np.any(a != b) else 0.0
+                    for a, b in pairs
+                ]
+            )
+        )
 
 
 def plain_run(trial):
     """The Outcome of the loop without ZeRO over a trial's micro-batches, updated by zmpi.optim as at size 1."""
     model, optimizer = MODELS[trial.model], trial.optimizer
     initial = plain_weights(model, SEED, np.float32)
-    layouts = {unit: Layout(unit, "", {name: w.shape for name, w in named.items()}, 1) for unit, named in initial.items()}
+    layouts = {
+        unit: Layout(unit, "", {name: w.shape for name, w in named.items()}, 1)
+        for unit, named in initial.items()
+    }
     owned = {unit: _plain_slice(layout, optimizer.moments) for unit, layout in layouts.items()}
     weights = {unit: layout.views(owned[unit].master) for unit, layout in layouts.items()}
     _assign(weights, initial)
     norms = []
 
     def update(_, gradients):
-        _assign({unit: layout.views(owned[unit].gradient) for unit, layout in layouts.items()}, gradients)
-        squares = [[sum_of_squares(piece) for piece in np.split(part.gradient, PIECES)] for part in owned.values()]
+        _assign(
+            {unit: layout.views(owned[unit].gradient) for unit, layout in layouts.items()},
+            gradients,
+        )
+        squares = [
+            [sum_of_squares(piece) for piece in np.split(part.gradient, PIECES)]
+            for part in owned.values()
+        ]
         norms.append(add_up(map(add_up, zip(*squares, strict=True))) ** 0.5)
         for part in owned.values():
             optimizer.update(part, len(norms), optimizer.clip_factor(norms[-1]))
 
     losses = [plain_step(model, weights, trial.data(step), update) for step in range(STEPS)]
     prefixes = {unit.layout.name: unit.layout.prefix for unit in trial.make().units.values()}
-    named = {prefixes[unit] + name: np.array(w, np.float64) for unit in weights for name, w in weights[unit].items()}
+    named = {
+        prefixes[unit] + name: np.array(w, np.float64)
+        for unit in weights
+        for name, w in weights[unit].items()
+    }
     return Outcome(list(zip(losses, norms, strict=True)), named)
 
 
 def _plain_slice(layout, moments):
     """A whole unit as the optimizer sees it, all zeros."""
     whole = slice(0, layout.padded)
-    decayed = [(start, stop, len(layout.shapes[name]) >= 2) for name, start, stop in layout.spans(whole)]
+    decayed = [
+        (start, stop, len(layout.shapes[name]) >= 2) for name, start, stop in layout.spans(whole)
+    ]
     vectors = [np.zeros(layout.padded, np.float32) for _ in range(2 + len(moments))]
     return Slice(vectors[0], vectors[1], dict(zip(moments, vectors[2:], strict=True)), decayed)
 

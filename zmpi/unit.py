@@ -46,14 +46,24 @@ class Unit:
 
     def __init__(self, layout, rules):
         self.layout, self.rules = layout, rules
-        self.part = layout.shard(rules.comm.shard)  # the slice of the full vector that this rank owns
+        self.part = layout.shard(
+            rules.comm.shard
+        )  # the slice of the full vector that this rank owns
         stage, recipe = rules.stage, rules.recipe
         self.parameters = self._own("parameters", stage.parameters, recipe.parameter)
         self.gradients = self._own("gradients", stage.gradients, recipe.gradient)
-        self.moments = {name: self._own("optimizer", stage.optimizer, recipe.master) for name in rules.moments}
-        self.master = None if recipe.own_master else self._own("optimizer", stage.optimizer, recipe.master)
-        self.full = self.widened = self.partial = self.sum = self._gather = None  # _gather: the one under way
-        self.too_large = 0  # weights of the last update that are finite in the master and infinite in 16 bits
+        self.moments = {
+            name: self._own("optimizer", stage.optimizer, recipe.master) for name in rules.moments
+        }
+        self.master = (
+            None if recipe.own_master else self._own("optimizer", stage.optimizer, recipe.master)
+        )
+        self.full = self.widened = self.partial = self.sum = self._gather = (
+            None  # _gather: the one under way
+        )
+        self.too_large = (
+            0  # weights of the last update that are finite in the master and infinite in 16 bits
+        )
 
     # -- gather and free ------------------------------------------------------------------------------------------
 
@@ -130,7 +140,11 @@ class Unit:
         if partial.dtype == self.rules.recipe.gradient:
             return partial
         whole = not self.rules.stage.gradients
-        rounded = self.gradients if whole else self._new("partial", len(partial), self.rules.recipe.gradient)
+        rounded = (
+            self.gradients
+            if whole
+            else self._new("partial", len(partial), self.rules.recipe.gradient)
+        )
         round_to(rounded, partial)
         return rounded
 
@@ -154,11 +168,16 @@ class Unit:
         """Bring what depends on the owned parameters up to date: the full vector is whole again where it is kept."""
         self.too_large = 0 if self.master is None else self._infinite()
         if self.rules.stage.optimizer and not self.rules.stage.parameters:
-            self.rules.comm.all_gather(self.layout, self._mine(self.parameters), self.parameters).wait()
+            self.rules.comm.all_gather(
+                self.layout, self._mine(self.parameters), self.parameters
+            ).wait()
 
     def shards(self):
         """{"master" or a moment's name: view of this rank's shard of it}: the state that a checkpoint holds."""
-        return {name: self._mine(vector) for name, vector in {"master": self._master, **self.moments}.items()}
+        return {
+            name: self._mine(vector)
+            for name, vector in {"master": self._master, **self.moments}.items()
+        }
 
     def restore(self):
         """Make all else from the shards, whose values have just been assigned on every rank."""
@@ -177,9 +196,17 @@ class Unit:
     def owned(self):
         """The Slice that this rank updates: views of the vectors it owns."""
         part = self.part if self.rules.stage.optimizer else slice(0, self.layout.padded)
-        decayed = [(a, b, len(self.layout.shapes[name]) >= 2) for name, a, b in self.layout.spans(part)]
+        decayed = [
+            (a, b, len(self.layout.shapes[name]) >= 2) for name, a, b in self.layout.spans(part)
+        ]
         stored = None if self.master is None else self._updated(self.parameters)
-        return Slice(self._updated(self._master), self._updated(self.gradients), self.moments, decayed, stored)
+        return Slice(
+            self._updated(self._master),
+            self._updated(self.gradients),
+            self.moments,
+            decayed,
+            stored,
+        )
 
     def fill(self, full):
         """Take this rank's weights from a full vector of the host's in the master type (which is not kept)."""
@@ -196,13 +223,23 @@ class Unit:
 
     def owned_bytes(self):
         """{kind: bytes} of the live vectors that this rank owns."""
-        optimizer = [*self.moments.values()] if self.master is None else [*self.moments.values(), self.master]
-        vectors = {"parameters": [self.parameters], "gradients": [self.gradients], "optimizer": optimizer}
+        optimizer = (
+            [*self.moments.values()]
+            if self.master is None
+            else [*self.moments.values(), self.master]
+        )
+        vectors = {
+            "parameters": [self.parameters],
+            "gradients": [self.gradients],
+            "optimizer": optimizer,
+        }
         return {kind: sum(vector.nbytes for vector in owned) for kind, owned in vectors.items()}
 
     def _infinite(self):
         """How many 16-bit weights of this rank's slice are infinite: each is counted on one rank, at every stage."""
-        return np.count_nonzero(np.isinf(self._mine(self.parameters)))  # an array on a GPU: nobody waits for it here
+        return np.count_nonzero(
+            np.isinf(self._mine(self.parameters))
+        )  # an array on a GPU: nobody waits for it here
 
     # -- memory ---------------------------------------------------------------------------------------------------
 

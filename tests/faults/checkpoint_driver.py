@@ -18,7 +18,9 @@ from zmpi.manners.guard import UsageError
 fault, victim, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 if World(device="cpu").rank == victim:
     if fault == "limit":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (number, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (number, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+        )
     elif number:
         step = ZeRO.train_step
 
@@ -27,7 +29,9 @@ if World(device="cpu").rank == victim:
                 os.kill(os.getpid(), number)
                 if fault == "signals":
                     os.kill(os.getpid(), number)
-                time.sleep(5 if fault == "signals" else 0.5)  # a signal is heard by the guard's thread
+                time.sleep(
+                    5 if fault == "signals" else 0.5
+                )  # a signal is heard by the guard's thread
             return step(zero, micro_batches)
 
         ZeRO.train_step = struck

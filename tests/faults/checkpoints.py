@@ -27,7 +27,20 @@ from zmpi.saving.folder import NAME, newest  # noqa: E402
 from zmpi.saving.manifest import Manifest  # noqa: E402
 from zmpi.train import KEEP  # noqa: E402
 
-MODEL = ["--layers", "2", "--width", "24", "--heads", "2", "--context", "16", "--micro-batch", "2", "--warmup", "2"]
+MODEL = [
+    "--layers",
+    "2",
+    "--width",
+    "24",
+    "--heads",
+    "2",
+    "--context",
+    "16",
+    "--micro-batch",
+    "2",
+    "--warmup",
+    "2",
+]
 RANKS, STEPS, LIVES = 3, 8, 6
 
 
@@ -47,7 +60,17 @@ def bits(folder):
 def numbers(log):
     """What must be the same again of a log: everything but times and memory."""
     entries = [json.loads(line) for line in Path(log).read_text().splitlines()[1:]]
-    keys = ("step", "loss", "grad_norm", "lr", "optimizer_t", "loss_scale", "skipped", "tokens", "val_loss")
+    keys = (
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "optimizer_t",
+        "loss_scale",
+        "skipped",
+        "tokens",
+        "val_loss",
+    )
     return [[entry.get(key) for key in keys] for entry in entries]
 
 
@@ -61,11 +84,24 @@ class Killed:
         self.folder, self.draw = folder, draw
         self.mark = f"killed-{os.getpid()}-{draw.random()}"
         resume = ["--resume"] if list(folder.glob("step-*")) else []
-        flags = [*MODEL, "--steps", str(STEPS), "--save-every", "1", "--checkpoint", str(folder), "--log", str(log), *resume]
+        flags = [
+            *MODEL,
+            "--steps",
+            str(STEPS),
+            "--save-every",
+            "1",
+            "--checkpoint",
+            str(folder),
+            "--log",
+            str(log),
+            *resume,
+        ]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "KILLED": self.mark}
         command = [mpirun(), "-n", str(RANKS), sys.executable, "-m", "zmpi.train", *flags]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, env=environment, text=True, stdout=pipe, stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(
+            command, env=environment, text=True, stdout=pipe, stderr=subprocess.STDOUT
+        )
 
     def kill(self):
         """Wait for one of the next saves, then a random while; kill. Returns (who, the folder as it was), or None."""
@@ -73,9 +109,14 @@ class Killed:
             if not self._wait_for_a_save():
                 self.output = self.process.communicate()[0]
                 return None
-        time.sleep(self.draw.uniform(0, self.draw.choice([0.02, 0.15])))  # a save takes some 10 ms here
+        time.sleep(
+            self.draw.uniform(0, self.draw.choice([0.02, 0.15]))
+        )  # a save takes some 10 ms here
         ranks = self._ranks()
-        victims, killed = ranks if self.draw.random() < 0.5 else ranks[:1] and [self.draw.choice(ranks)], 0
+        victims, killed = (
+            ranks if self.draw.random() < 0.5 else ranks[:1] and [self.draw.choice(ranks)],
+            0,
+        )
         for pid in victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -111,7 +152,11 @@ def stage_of(folder):
     """How far a save had come, by what lies in the folder."""
     for saving in folder.glob(".saving-*"):
         names = sorted(path.name for path in saving.iterdir())
-        return "manifest written" if "manifest.sha256" in names else f"{sum('rank' in name for name in names)} files open"
+        return (
+            "manifest written"
+            if "manifest.sha256" in names
+            else f"{sum('rank' in name for name in names)} files open"
+        )
     complete = sorted(folder.glob("step-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     marked = complete and (folder / "latest").exists() and newest(folder) == complete[-1]
     if complete and not marked:
@@ -122,7 +167,16 @@ def stage_of(folder):
 def kills(count, seed=0):
     """Returns a Counter of where the kills fell; raises AssertionError for what is not as promised."""
     draw, where, work = random.Random(seed), Counter(), Path(tempfile.mkdtemp())
-    alone = train(RANKS, *MODEL, "--steps", str(STEPS), "--checkpoint", work / "alone", "--log", work / "alone.log")
+    alone = train(
+        RANKS,
+        *MODEL,
+        "--steps",
+        str(STEPS),
+        "--checkpoint",
+        work / "alone",
+        "--log",
+        work / "alone.log",
+    )
     assert alone.status == 0, alone.output
     expected, life = bits(work / "alone"), 0
     while sum(where.values()) < count:
@@ -136,20 +190,28 @@ def kills(count, seed=0):
                 last = run.process.wait(), run.output
                 break
             where[fell] += 1
-            if (folder / "latest").exists():  # killed before its first mark, a folder has none: the next job sets it
+            if (
+                folder / "latest"
+            ).exists():  # killed before its first mark, a folder has none: the next job sets it
                 step = bits(folder)[0][0]
                 assert 1 <= step <= STEPS
         if not last:
             resume = ["--resume"] if list(folder.glob("step-*")) else MODEL
-            ended = train(RANKS, *resume, "--steps", str(STEPS), "--checkpoint", folder, "--log", log)
+            ended = train(
+                RANKS, *resume, "--steps", str(STEPS), "--checkpoint", folder, "--log", log
+            )
             assert not ended.left
             last = ended.status, ended.output
         assert last[0] == 0, last[1]
         assert bits(folder) == expected, f"life {life} ended with other bits"
         assert numbers(log) == numbers(work / "alone.log"), f"life {life} logged other numbers"
         entries = sorted(path.name for path in folder.iterdir())
-        kept = KEEP + ("nothing to train" in last[1])  # what a kill left beyond --keep, the next save would remove
-        assert entries[:2] == [".flock", "latest"] and all(NAME.fullmatch(name) for name in entries[2:]), entries
+        kept = KEEP + (
+            "nothing to train" in last[1]
+        )  # what a kill left beyond --keep, the next save would remove
+        assert entries[:2] == [".flock", "latest"] and all(
+            NAME.fullmatch(name) for name in entries[2:]
+        ), entries
         assert len(entries[2:]) <= kept, entries
         print(f"life {life}: the same final bits; {sum(where.values())} kills so far", flush=True)
     shutil.rmtree(work)
@@ -175,9 +237,21 @@ def flips(count, seed=0):
         damaged[position // 8] ^= 1 << position % 8
         file.write_bytes(good[: position // 8] if cut else damaged)
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        resumed = train(1 + trial % RANKS, "--checkpoint", folder, "--resume", "--steps", "4", "--micro-batch", "1")
+        resumed = train(
+            1 + trial % RANKS,
+            "--checkpoint",
+            folder,
+            "--resume",
+            "--steps",
+            "4",
+            "--micro-batch",
+            "1",
+        )
         lines = [line for line in resumed.output.splitlines() if "error" in line]
-        assert resumed.status == 2 and len(lines) == 1 and file.name in lines[0], (file, resumed.output)
+        assert resumed.status == 2 and len(lines) == 1 and file.name in lines[0], (
+            file,
+            resumed.output,
+        )
         assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         where[f"{file.name}, {'cut' if cut else 'flipped'}"] += 1
         shutil.rmtree(folder)
@@ -191,19 +265,43 @@ def flips(count, seed=0):
 def resumes(cases=None):
     """Returns a Counter of the cases, all of which came to the same bits."""
     where = Counter()
-    for stage, precision, accumulate in cases or itertools.product(range(4), ("float32", "bfloat16", "float16"), (1, 2)):
+    for stage, precision, accumulate in cases or itertools.product(
+        range(4), ("float32", "bfloat16", "float16"), (1, 2)
+    ):
         work = Path(tempfile.mkdtemp())
-        flags = [*MODEL, "--stage", stage, "--precision", precision, "--accumulate", accumulate, "--decay-steps", "10"]
+        flags = [
+            *MODEL,
+            "--stage",
+            stage,
+            "--precision",
+            precision,
+            "--accumulate",
+            accumulate,
+            "--decay-steps",
+            "10",
+        ]
         reports = ["--eval-every", "2"]
         flags += [*(["--loss-scale-window", "3"] if precision == "float16" else []), *reports]
-        straight = train(2, *flags, "--steps", "10", "--checkpoint", work / "straight", "--log", work / "straight.log")
+        straight = train(
+            2,
+            *flags,
+            "--steps",
+            "10",
+            "--checkpoint",
+            work / "straight",
+            "--log",
+            work / "straight.log",
+        )
         where_to = ["--checkpoint", work / "halves", "--log", work / "halves.log"]
         first = train(2, *flags, "--steps", "5", *where_to)
         second = train(2, "--steps", "10", *where_to, "--resume", *reports)
         for run in (straight, first, second):
             assert run.status == 0, run.output
         assert bits(work / "straight") == bits(work / "halves"), (stage, precision, accumulate)
-        logged = [[entry for entry in numbers(work / name) if entry[1] is not None] for name in ("straight.log", "halves.log")]
+        logged = [
+            [entry for entry in numbers(work / name) if entry[1] is not None]
+            for name in ("straight.log", "halves.log")
+        ]
         assert logged[0] == logged[1] and len(logged[0]) == 10, (stage, precision, accumulate)
         assert logged[1][5][0] == 6 and logged[1][5][4] <= 6
         where[f"stage {stage}, {precision}, accumulate {accumulate}: the same bits"] += 1

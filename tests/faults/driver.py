@@ -40,8 +40,12 @@ class Places:
 
     def __init__(self, rank):
         self.mine, self.step = rank == RANK, 0
-        self.wrap(zmpi.comm.Gather, "wait", "gather")  # the gather was started, nobody has waited for it yet
-        self.wrap(zmpi.comm, "add_in_order", "reduce")  # the slices are here, their sum is not made yet
+        self.wrap(
+            zmpi.comm.Gather, "wait", "gather"
+        )  # the gather was started, nobody has waited for it yet
+        self.wrap(
+            zmpi.comm, "add_in_order", "reduce"
+        )  # the slices are here, their sum is not made yet
         self.wrap(AdamW, "update", "update")
 
     def here(self, place):
@@ -69,11 +73,15 @@ def batch(rank, step, places):
 def main():
     places = Places(zmpi.comm.MPI.COMM_WORLD.rank)
     places.here("start")
-    world = World(device="cpu", timeout=60)  # the ranks of a busy machine need longer to start than TIMEOUT
+    world = World(
+        device="cpu", timeout=60
+    )  # the ranks of a busy machine need longer to start than TIMEOUT
     world = World(device="cpu", timeout=TIMEOUT)
     if FAULT == "healthy":
         return healthy(world)
-    if PLACE == "MPI":  # the signal comes while the main thread stands in a collective, which another rank joins late
+    if (
+        PLACE == "MPI"
+    ):  # the signal comes while the main thread stands in a collective, which another rank joins late
         if world.rank == RANK:
             threading.Timer(0.5, strike).start()
         else:

@@ -24,7 +24,9 @@ FAULTS = {  # what zmpi's own line says of it, after the rank
 }
 PLACES = ("set-up", "data", "gather", "reduce", "update", "between")
 TIMEOUT = 2  # seconds that a collective may take where a rank sleeps
-BOUND = 10  # seconds from the fault (from the timeout, for the sleep) to the end of the last process
+BOUND = (
+    10  # seconds from the fault (from the timeout, for the sleep) to the end of the last process
+)
 AT_ONCE = 4  # worlds that run at the same time: they mostly wait
 
 
@@ -42,12 +44,16 @@ class Run:
 
     def make(self):
         timeout = TIMEOUT if self.fault == "sleep" else 60
-        return run_world(self.size, [DRIVER, self.fault, self.place, self.rank, timeout], timeout=90)
+        return run_world(
+            self.size, [DRIVER, self.fault, self.place, self.rank, timeout], timeout=90
+        )
 
     def seconds(self, ended):
         """From the fault (for the sleep: from the timeout) to the end of the last process; None if it never struck."""
         struck = re.search(r"^fault (\d+\.\d+)$", ended.output, re.MULTILINE)
-        return ended.ended - float(struck[1]) - TIMEOUT * (self.fault == "sleep") if struck else None
+        return (
+            ended.ended - float(struck[1]) - TIMEOUT * (self.fault == "sleep") if struck else None
+        )
 
     def wrong(self, ended):
         """What is not as promised (P4), in words; empty if nothing."""
@@ -62,13 +68,27 @@ class Run:
         return [what for what, is_so in checks.items() if is_so] + self.wrong_words(ended.output)
 
     def wrong_words(self, output):
-        own = [line for line in output.splitlines() if line.startswith(f"{DRIVER.name}: ") or line.startswith("zmpi: ")]
+        own = [
+            line
+            for line in output.splitlines()
+            if line.startswith(f"{DRIVER.name}: ") or line.startswith("zmpi: ")
+        ]
         if self.fault == "SIGKILL":
             return []
         if self.fault == "sleep":
-            said = [line for line in own if re.search(rf" did not complete within 2 s: rank {self.rank} never arrived$", line)]
+            said = [
+                line
+                for line in own
+                if re.search(
+                    rf" did not complete within 2 s: rank {self.rank} never arrived$", line
+                )
+            ]
         else:
-            said = [line for line in own if re.search(rf": rank {self.rank}: {FAULTS[self.fault]}", line)]
+            said = [
+                line
+                for line in own
+                if re.search(rf": rank {self.rank}: {FAULTS[self.fault]}", line)
+            ]
         words = [] if len(said) == len(own) == 1 else [f"{len(said)} of {len(own)} lines name it"]
         traces = output.count("Traceback (most recent call last)")
         return words + ([f"{traces} tracebacks"] if traces != (self.fault == "exception") else [])
@@ -76,7 +96,10 @@ class Run:
 
 def full_table():
     runs = itertools.product(FAULTS, PLACES, (3, 4), ("first", "other"))
-    return [Run(fault, place, 0 if which == "first" else size - 2, size) for fault, place, size, which in runs]
+    return [
+        Run(fault, place, 0 if which == "first" else size - 2, size)
+        for fault, place, size, which in runs
+    ]
 
 
 def run_all(runs):

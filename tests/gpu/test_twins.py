@@ -13,7 +13,12 @@ from zmpi.sums import add_in_order
 
 # relative to the largest element: float64 rounding; float32 sums of some thousand terms; one rounding of a result in 16 bits
 TOLERANCE = {"float64": 1e-12, "float32": 3e-5, "float16": 3e-3, "bfloat16": 2e-2}
-TYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+TYPES = {
+    "float64": np.float64,
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+}
 
 kinds = pytest.mark.parametrize("kind", TYPES)
 
@@ -45,7 +50,11 @@ def assert_close(found, expected, kind):
 @kinds
 @pytest.mark.parametrize(("N", "C", "F"), [(300, 768, 3072), (5, 7, 9), (1, 1, 1)])
 def test_linear_and_gelu(kind, N, C, F):
-    (x, x_), (w, w_), (b, b_) = pair(normal(N, C), kind), pair(normal(C, F) / C**0.5, kind), pair(normal(F), kind)
+    (x, x_), (w, w_), (b, b_) = (
+        pair(normal(N, C), kind),
+        pair(normal(C, F) / C**0.5, kind),
+        pair(normal(F), kind),
+    )
     dy, dy_ = pair(normal(N, F, seed=1), kind)
     assert_close(ops.linear(x_, w_, b_), ops.linear(x, w, b), kind)
     (dw, dw_), (db, db_) = zeros((C, F), kind), zeros(F, kind)
@@ -64,12 +73,18 @@ def test_linear_and_gelu(kind, N, C, F):
 @kinds
 @pytest.mark.parametrize(("N", "C"), [(1000, 768), (5, 7), (33, 31)])
 def test_layer_norm(kind, N, C):
-    (x, x_), (gain, gain_), (bias, bias_) = (pair(1 + normal(*shape, seed=3), kind) for shape in ((N, C), (C,), (C,)))
+    (x, x_), (gain, gain_), (bias, bias_) = (
+        pair(1 + normal(*shape, seed=3), kind) for shape in ((N, C), (C,), (C,))
+    )
     (y, saved), (y_, saved_) = ops.layer_norm(x, gain, bias), ops.layer_norm(x_, gain_, bias_)
     assert_close(y_, y, kind)
     assert_close(saved_[1], saved[1], kind)
     given = saved_[0].get().astype(np.float64), saved_[1].get().astype(np.float64)
-    (dy, dy_), (dgain, dgain_), (dbias, dbias_) = pair(normal(N, C), kind), zeros(C, kind), zeros(C, kind)
+    (dy, dy_), (dgain, dgain_), (dbias, dbias_) = (
+        pair(normal(N, C), kind),
+        zeros(C, kind),
+        zeros(C, kind),
+    )
     dx_ = ops.layer_norm_backward(dy_, saved_, gain_, dgain_, dbias_)
     assert_close(dx_, ops.layer_norm_backward(dy, given, gain, dgain, dbias), kind)
     assert_close(dgain_, dgain, "float32" if kind != "float64" else kind)
@@ -79,13 +94,20 @@ def test_layer_norm(kind, N, C):
 @kinds
 @pytest.mark.parametrize(("B", "T", "heads", "D"), [(2, 200, 3, 64), (2, 33, 2, 5), (1, 1, 1, 1)])
 def test_attention(kind, B, T, heads, D):
-    (qkv, qkv_), (dy, dy_) = pair(normal(B, T, 3 * heads * D), kind), pair(normal(B, T, heads * D), kind)
+    (qkv, qkv_), (dy, dy_) = (
+        pair(normal(B, T, 3 * heads * D), kind),
+        pair(normal(B, T, heads * D), kind),
+    )
     y_, lse_ = attention.attention(qkv_, heads)
     y, lse = attention.attention(qkv, heads)
     assert_close(y_, y, kind)
     assert_close(lse_, lse, kind)
     given = y_.get().astype(np.float64), lse_.get().astype(np.float64)
-    assert_close(attention.attention_backward(dy_, qkv_, y_, lse_), attention.attention_backward(dy, qkv, *given), kind)
+    assert_close(
+        attention.attention_backward(dy_, qkv_, y_, lse_),
+        attention.attention_backward(dy, qkv, *given),
+        kind,
+    )
 
 
 @kinds
@@ -97,7 +119,10 @@ def test_embedding_and_cross_entropy(kind):
     ops.embedding_backward(dy, tokens, dw)
     ops.embedding_backward(dy_, cupy.asarray(tokens), dw_)
     assert_close(dw_, dw, "float32" if kind != "float64" else kind)
-    (z, z_), targets = pair(3 * normal(100, 5001), kind), np.random.default_rng(1).integers(-500, 5001, 100)
+    (z, z_), targets = (
+        pair(3 * normal(100, 5001), kind),
+        np.random.default_rng(1).integers(-500, 5001, 100),
+    )
     loss, d = ops.cross_entropy(z, targets, 77)
     loss_, d_ = ops.cross_entropy(z_, cupy.asarray(targets), 77)
     assert loss_ == pytest.approx(loss, rel=1e-5)
@@ -116,12 +141,21 @@ def test_sums_and_adamw(kind):
         add_in_order(cupy.asarray(rows), out_, fresh)
         assert out_.get().tobytes() == out.tobytes()
     pieces = np.split(rows[4], 8)
-    assert sums_of_squares(cupy.asarray(rows[4]), 8) == pytest.approx(list(map(sum_of_squares, pieces)), rel=1e-13)
+    assert sums_of_squares(cupy.asarray(rows[4]), 8) == pytest.approx(
+        list(map(sum_of_squares, pieces)), rel=1e-13
+    )
     owned = []
     for make in (np.array, cupy.asarray):
         vectors = [make(normal(1000, seed=i).astype(out.dtype)) for i in range(3)]
         moments = {"m": vectors[1], "v": abs(vectors[2])}
-        owned.append(Slice(vectors[0], make(normal(1000).astype(TYPES[kind])), moments, [(0, 400, True), (416, 990, False)]))
+        owned.append(
+            Slice(
+                vectors[0],
+                make(normal(1000).astype(TYPES[kind])),
+                moments,
+                [(0, 400, True), (416, 990, False)],
+            )
+        )
     if kind in ("float16", "bfloat16"):
         owned[1].stored = cupy.zeros(1000, TYPES[kind])
     AdamW(lr=0.1, eps=1e-3).update(owned[0], 2, 0.7)
@@ -140,8 +174,13 @@ def test_launches_again_give_the_same_bits():
     inputs = cupy.asarray(np.random.default_rng(0).integers(0, 301, (4, 64)))
     found = []
     for _ in range(3):
-        weights = {u: {n: cupy.asarray(a) for n, a in w.items()} for u, w in plain_weights(model, 0, np.float32).items()}
+        weights = {
+            u: {n: cupy.asarray(a) for n, a in w.items()}
+            for u, w in plain_weights(model, 0, np.float32).items()
+        }
         kept = []
-        loss = plain_step(model, weights, [(inputs, inputs)], lambda w, dw, kept=kept: kept.append(dw))
+        loss = plain_step(
+            model, weights, [(inputs, inputs)], lambda w, dw, kept=kept: kept.append(dw)
+        )
         found.append((loss, [a.get().tobytes() for w in kept[0].values() for a in w.values()]))
     assert found[0] == found[1] == found[2]

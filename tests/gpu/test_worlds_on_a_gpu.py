@@ -51,7 +51,9 @@ def test_the_gpu_follows_the_cpu(tmp_path):
     found = []
     for device in ("cuda", "cpu"):
         log = tmp_path / f"{device}.jsonl"
-        ended = run_world(2, ["-m", "zmpi.train", "--device", device, "--steps", "5", "--log", log], timeout=200)
+        ended = run_world(
+            2, ["-m", "zmpi.train", "--device", device, "--steps", "5", "--log", log], timeout=200
+        )
         assert ended.status == 0, ended.output
         found.append(losses(log))
     for (loss, norm), (loss_, norm_) in zip(*found, strict=True):

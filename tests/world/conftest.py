@@ -56,7 +56,9 @@ class Manners:
     def __init__(self, config):
         self.config, self.rank, self.size = config, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
         self.private = MPI.COMM_WORLD.Dup()
-        self.stderr = os.fdopen(os.dup(2), "w")  # what pytest captures is not shown any more after an Abort
+        self.stderr = os.fdopen(
+            os.dup(2), "w"
+        )  # what pytest captures is not shown any more after an Abort
         self.limits, self.timer = {}, None
         if self.rank:
             config.pluginmanager.unregister(name="terminalreporter")
@@ -78,11 +80,16 @@ class Manners:
         """All ranks meet. A broadcast without its receivers would otherwise reach the next test's."""
         meeting = self.private.Ibarrier()
         while not meeting.Test():
-            time.sleep(0.001)  # MPI itself would wait in a busy loop, on a core that a slower rank needs
+            time.sleep(
+                0.001
+            )  # MPI itself would wait in a busy loop, on a core that a slower rank needs
         where = self.private.allgather(nodeid)
         if set(where) != {nodeid}:
             self.end(f"{nodeid}: the ranks are not at the same test: {where}")
-        if any(MPI.COMM_WORLD.bcast(nodeid, root) != nodeid for root in range(self.size)) or MPI.COMM_WORLD.iprobe():
+        if (
+            any(MPI.COMM_WORLD.bcast(nodeid, root) != nodeid for root in range(self.size))
+            or MPI.COMM_WORLD.iprobe()
+        ):
             self.end(f"{nodeid}: left a message behind that the next test would have received")
         self.timer.cancel()
 

@@ -89,7 +89,12 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def __cuda_array_interface__(self):
-        entries = {"shape": self.shape, "typestr": self.dtype.str, "strides": self.strides, "stream": 1}
+        entries = {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "strides": self.strides,
+            "stream": 1,
+        }
         return entries | {"data": (self.data.ptr, False), "version": 3}
 
     def __len__(self):
@@ -117,7 +122,11 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     def reshape(self, *shape):
         result = self.raw.reshape(*shape)
-        return self._view(result) if np.may_share_memory(result, self.raw) else self.copy().reshape(*shape)
+        return (
+            self._view(result)
+            if np.may_share_memory(result, self.raw)
+            else self.copy().reshape(*shape)
+        )
 
     def swapaxes(self, a, b):
         return self._view(self.raw.swapaxes(a, b))
@@ -204,7 +213,9 @@ class Cuda:
         """New memory: freed memory of this size if there is some, as it is, else poisoned."""
         shape, dtype = (shape,) if np.ndim(shape) == 0 else tuple(shape), np.dtype(dtype)
         nbytes = -(-max(1, int(np.prod(shape)) * dtype.itemsize) // 512) * 512
-        block = self.free[nbytes].pop() if self.free[nbytes] else np.full(nbytes, 0xFF, np.uint8)  # NaN in every float
+        block = (
+            self.free[nbytes].pop() if self.free[nbytes] else np.full(nbytes, 0xFF, np.uint8)
+        )  # NaN in every float
         self.used += nbytes
         for hook in self.hooks:
             hook.malloc_postprocess(mem_size=nbytes)
@@ -254,7 +265,9 @@ class Cuda:
             self.stream.push(quietly)
             return out[0] if isinstance(out, tuple) else out
         with np.errstate(all="ignore"):
-            like = function(*_zeros(args), **{name: _zeros(value) for name, value in kwargs.items()})
+            like = function(
+                *_zeros(args), **{name: _zeros(value) for name, value in kwargs.items()}
+            )
         if not isinstance(like, (np.ndarray, np.generic)):
             self.stream.synchronize()
             return quietly()

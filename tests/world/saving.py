@@ -8,7 +8,9 @@ from zmpi import Policy, ZeRO
 def engine(world, stage=3, precision="float32", model=None, optimizer=None):
     """An engine whose loss scale, if it has one, doubles every 3 good steps: so that what is saved of it matters."""
     optimizer = optimizer or adamw(decay_steps=10)
-    return ZeRO(model or gpt(), world, stage, optimizer, policy=Policy(precision, loss_scale_window=3))
+    return ZeRO(
+        model or gpt(), world, stage, optimizer, policy=Policy(precision, loss_scale_window=3)
+    )
 
 
 def steps(zero, first, last, accumulate=1):
@@ -25,5 +27,9 @@ def state(zero):
     found = {}
     for name, unit in zero.units.items():
         vectors = {"parameters": unit.parameters, "master": unit.master, **unit.moments}
-        found |= {(name, kind): vector.tobytes() for kind, vector in vectors.items() if vector is not None}
-    return found | {"counts": (zero.step, zero.updates, zero.scaler.scale, zero.scaler.good_steps, zero.seed)}
+        found |= {
+            (name, kind): vector.tobytes() for kind, vector in vectors.items() if vector is not None
+        }
+    return found | {
+        "counts": (zero.step, zero.updates, zero.scaler.scale, zero.scaler.good_steps, zero.seed)
+    }

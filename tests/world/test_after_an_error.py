@@ -35,7 +35,10 @@ OTHER = {
 def test_what_differs_between_ranks_is_named_on_all(world, name):
     given = {"model": gpt(), "stage": 3, "seed": 0, "policy": Policy(), "optimizer": adamw()}
     given |= OTHER[name] if world.rank == world.size - 1 else {}
-    with pytest.raises(UsageError, match=f"^{name}: .* on rank 0, .* on rank {world.size - 1}: all ranks need the same"):
+    with pytest.raises(
+        UsageError,
+        match=f"^{name}: .* on rank 0, .* on rank {world.size - 1}: all ranks need the same",
+    ):
         ZeRO(given.pop("model"), world, **given)
 
 
@@ -61,7 +64,9 @@ def test_an_optimizer_of_ones_own_is_known_by_its_kind(world):
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("verb", ["forward", "backward"])
-def test_a_step_that_ended_by_an_exception_leaves_nothing_to_the_next(world, monkeypatch, stage, precision, prefetch, verb):
+def test_a_step_that_ended_by_an_exception_leaves_nothing_to_the_next(
+    world, monkeypatch, stage, precision, prefetch, verb
+):
     """On all ranks alike, in the second micro-batch, with a gradient half made and (at stage 3) the next gather under way."""
 
     def made():
@@ -131,7 +136,9 @@ def test_memory_that_is_not_there_on_one_rank_is_one_error_on_all(world, monkeyp
 
     if world.rank == world.size - 1:
         monkeypatch.setattr(ZeRO, "make_unit", staticmethod(full))
-    expected = "memory: Unable to allocate 224. GiB" + (f" (on rank {world.size - 1})" if world.size > 1 else "")
+    expected = "memory: Unable to allocate 224. GiB" + (
+        f" (on rank {world.size - 1})" if world.size > 1 else ""
+    )
     with pytest.raises(UsageError) as found:
         engine(world)
     assert str(found.value) == expected

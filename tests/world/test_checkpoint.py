@@ -81,7 +81,9 @@ def test_a_checkpoint_of_one_precision_goes_on_in_another(world, folder):
                 assert shard.tobytes() == first.units[name].shards()[kind].tobytes(), (name, kind)
             rounded = unit.shards()["master"].astype(RECIPES[precision].parameter)
             assert unit.parameters.tobytes() == rounded.tobytes()
-        assert second.scaler.scale == second.policy.scaler().scale, "another precision's loss scale says nothing of this one's"
+        assert second.scaler.scale == second.policy.scaler().scale, (
+            "another precision's loss scale says nothing of this one's"
+        )
         second.train_step(share(second.model, 4, world, 1))
 
 
@@ -144,7 +146,9 @@ def test_an_export_is_the_trained_model(world, folder, stage):
     assert {name: tensor.tobytes() for name, tensor in exported.items()} == {
         name: tensor.tobytes() for name, tensor in trained.items()
     }
-    assert sum(tensor.size for tensor in exported.values()) == sum(unit.layout.elements for unit in zero.units.values())
+    assert sum(tensor.size for tensor in exported.values()) == sum(
+        unit.layout.elements for unit in zero.units.values()
+    )
     tokens = micro_batch(zero.model, 6, world.rank)[0]
     expected, y = zero.forward(tokens), tokens
     for layer in zero.model.layers:
@@ -156,10 +160,14 @@ def test_an_export_is_the_trained_model(world, folder, stage):
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "float32"), (1, "float16"), (3, "float32"), (3, "float16")])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "float32"), (1, "float16"), (3, "float32"), (3, "float16")]
+)
 def test_saving_takes_no_memory_and_loading_one_block(world, folder, stage, precision):
     """A unit is 0.5 or 0.8 MiB here, all of the state 13 MiB. Beside a block: what JSON takes, and small change."""
-    zero = engine(world, stage, precision, model=GPT(layers=5, width=128, heads=2, context=7, vocab=1000))
+    zero = engine(
+        world, stage, precision, model=GPT(layers=5, width=128, heads=2, context=7, vocab=1000)
+    )
     smallest = min(4 * unit.layout.padded for unit in zero.units.values())
     small_change = 200 << 10
     peaks = []
@@ -168,7 +176,9 @@ def test_saving_takes_no_memory_and_loading_one_block(world, folder, stage, prec
         call(folder)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    rounding = 0 if precision == "float32" else smallest  # where a 16-bit vector is compared with infinity
+    rounding = (
+        0 if precision == "float32" else smallest
+    )  # where a 16-bit vector is compared with infinity
     assert small_change < smallest / 2
     assert peaks[0] < small_change, peaks
     assert peaks[1] < BLOCK + small_change + rounding, peaks

@@ -28,10 +28,22 @@ def saved(world, folder):
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        ({"model": GPT(layers=2, width=14, heads=2, context=7, vocab=24)}, r"wte.weight: shape \(23, 14\).*shape \(24, 14\)"),
-        ({"model": GPT(layers=3, width=14, heads=2, context=7, vocab=23)}, r"h.2.ln_1.weight: missing in the checkpoint"),
-        ({"model": GPT(layers=2, width=14, heads=7, context=7, vocab=23)}, r"heads: 2 in the checkpoint, 7 in this model"),
-        ({"model": mlp()}, r"wte.weight: shape \(23, 14\) in the checkpoint, missing in this model"),
+        (
+            {"model": GPT(layers=2, width=14, heads=2, context=7, vocab=24)},
+            r"wte.weight: shape \(23, 14\).*shape \(24, 14\)",
+        ),
+        (
+            {"model": GPT(layers=3, width=14, heads=2, context=7, vocab=23)},
+            r"h.2.ln_1.weight: missing in the checkpoint",
+        ),
+        (
+            {"model": GPT(layers=2, width=14, heads=7, context=7, vocab=23)},
+            r"heads: 2 in the checkpoint, 7 in this model",
+        ),
+        (
+            {"model": mlp()},
+            r"wte.weight: shape \(23, 14\) in the checkpoint, missing in this model",
+        ),
         ({"optimizer": sgd()}, r"optimizer AdamW in the checkpoint, SGD in this run"),
         ({"precision": "float64"}, r"master: float32 in the checkpoint, float64 in this run"),
     ],
@@ -97,7 +109,9 @@ def test_a_second_job_is_refused(world, saved):
     engine(world).save(saved)
 
 
-@pytest.mark.parametrize("limit", [0, 1000, 100_000], ids=["not a byte", "in the first unit", "on one rank only"])
+@pytest.mark.parametrize(
+    "limit", [0, 1000, 100_000], ids=["not a byte", "in the first unit", "on one rank only"]
+)
 def test_a_full_disk_leaves_the_last_checkpoint_and_the_training(world, comm, saved, limit):
     """By a limit on the size of files, as if the disk were full: an error on all ranks, and training goes on unharmed."""
     zero, other = engine(world), engine(world)
@@ -110,7 +124,9 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_the_training(world, comm, sa
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         elif world.rank == world.size - 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
-        with pytest.raises(UsageError, match=r"saving-step-00000003-save-2/rank-\d+.bin: File too large"):
+        with pytest.raises(
+            UsageError, match=r"saving-step-00000003-save-2/rank-\d+.bin: File too large"
+        ):
             zero.save(saved)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -121,12 +137,16 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_the_training(world, comm, sa
     assert find(saved, world)["step"] == 5
 
 
-def test_a_manifest_that_cannot_be_written_is_an_error_on_all_ranks(world, comm, saved, monkeypatch):
+def test_a_manifest_that_cannot_be_written_is_an_error_on_all_ranks(
+    world, comm, saved, monkeypatch
+):
     def full(*_):
         raise ValueError("manifest.json: No space left on device")
 
     monkeypatch.setattr(Manifest, "write", full)
-    with pytest.raises(UsageError, match=r"manifest.json: No space left on device( \(on rank 0\))?$"):
+    with pytest.raises(
+        UsageError, match=r"manifest.json: No space left on device( \(on rank 0\))?$"
+    ):
         engine(world).save(saved)
     comm.barrier()
     monkeypatch.undo()

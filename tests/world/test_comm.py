@@ -44,7 +44,9 @@ def test_all_gather_puts_the_shards_one_after_another(comm, elements, chunk_byte
     talk, layout = communicator(chunk_bytes=chunk_bytes, elements=elements)
     full = np.full(layout.padded, np.nan, dtype)
     talk.all_gather(layout, vector_of(comm.rank, layout.shard_length, dtype), full).wait()
-    expected = np.concatenate([vector_of(rank, layout.shard_length, dtype) for rank in range(comm.size)])
+    expected = np.concatenate(
+        [vector_of(rank, layout.shard_length, dtype) for rank in range(comm.size)]
+    )
     assert full.tobytes() == expected.tobytes()
     assert talk.in_flight == 0
 
@@ -143,15 +145,23 @@ def shapes_of(vector):
 @reductions
 @pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize("call", ["all_gather", "reduce_scatter"])
-def test_a_buffer_that_is_not_what_it_seems_is_an_error_on_every_rank(comm, call, position, reduction):
+def test_a_buffer_that_is_not_what_it_seems_is_an_error_on_every_rank(
+    comm, call, position, reduction
+):
     talk, layout = communicator(reduction)
-    lengths = (layout.shard_length, layout.padded) if call == "all_gather" else (layout.padded, layout.shard_length)
+    lengths = (
+        (layout.shard_length, layout.padded)
+        if call == "all_gather"
+        else (layout.padded, layout.shard_length)
+    )
     vectors = [vector_of(comm.rank, length) for length in lengths]
     for name, strange in shapes_of(vectors[position]):
         handed = [strange if i == position else vector for i, vector in enumerate(vectors)]
         error = None
         try:
-            talk.all_gather(layout, *handed) if call == "all_gather" else talk.reduce_scatter(layout, *handed, fresh=True)
+            talk.all_gather(layout, *handed) if call == "all_gather" else talk.reduce_scatter(
+                layout, *handed, fresh=True
+            )
         except ValueError as raised:
             error = str(raised)
         assert comm.allgather(error is not None) == [True] * comm.size, name
@@ -173,7 +183,11 @@ def test_a_vector_of_another_type_than_was_reserved_is_an_error(comm, dtype):
     """It would be written past the message buffer's end, or be summed as numbers that it does not hold."""
     talk, layout = communicator("ordered")
     full, out = np.zeros(layout.padded, np.float32), np.zeros(layout.shard_length, np.float32)
-    for wrong in ((full.astype(dtype), out), (full, out.astype(dtype)), (full.astype(dtype), out.astype(dtype))):
+    for wrong in (
+        (full.astype(dtype), out),
+        (full, out.astype(dtype)),
+        (full.astype(dtype), out.astype(dtype)),
+    ):
         with pytest.raises(ValueError, match="message buffer: expected a contiguous vector"):
             talk.reduce_scatter(layout, *wrong, fresh=True)
     with pytest.raises(ValueError, match="message buffer: expected a contiguous vector"):
@@ -250,7 +264,9 @@ class Logged(ZeRO):
 
 
 def result_of(kind, stage, prefetch, precision="float32"):
-    zero = kind(gpt(layers=5), world_of("ordered"), stage, adamw(), policy=Policy(precision, prefetch))
+    zero = kind(
+        gpt(layers=5), world_of("ordered"), stage, adamw(), policy=Policy(precision, prefetch)
+    )
     return train(zero, accumulate=2), zero
 
 
@@ -259,7 +275,9 @@ def test_gathers_that_happen_in_their_wait_change_no_bit(comm, precision):
     for stage in (0, 1, 2, 3):
         expected, _ = result_of(ZeRO, stage, 0, precision)
         for prefetch in (0, 1):
-            assert_same_bits(result_of(Logged, stage, prefetch, precision)[0], expected, (stage, prefetch))
+            assert_same_bits(
+                result_of(Logged, stage, prefetch, precision)[0], expected, (stage, prefetch)
+            )
 
 
 def test_gathers_that_one_rank_posts_late_change_no_bit(comm):
@@ -274,7 +292,9 @@ def test_a_gather_is_open_while_a_layer_computes(comm):
     step = log[: log.index("update")]
     assert step.count("compute with 1 open") > len(step) / 4
     assert step.count("compute with 2 open") == 0
-    assert sum(entry.startswith("gather") for entry in step) == step.count("wait") == 2 * 6 * 2  # 2 batches, 6 units, twice
+    assert (
+        sum(entry.startswith("gather") for entry in step) == step.count("wait") == 2 * 6 * 2
+    )  # 2 batches, 6 units, twice
 
 
 def test_without_prefetch_no_gather_is_open_while_a_layer_computes(comm):

@@ -15,7 +15,10 @@ TOLERANCE = 0.02  # of the peak: tracemalloc's highest includes Python's own obj
 
 
 def without_times(comm):
-    return {kind: {name: n for name, n in amounts.items() if name != "blocked_s"} for kind, amounts in comm.items()}
+    return {
+        kind: {name: n for name, n in amounts.items() if name != "blocked_s"}
+        for kind, amounts in comm.items()
+    }
 
 
 def without_process(memory):
@@ -31,7 +34,9 @@ def both(model, world, stage, policy, accumulate=1, b=2, kind=ZeRO, memo=None):
     """The ledgers of a real engine's step and of a dry run."""
     zero = kind(model, world, stage, adamw(), policy=policy)
     getattr(zero, "traced_step", zero.train_step)(share(model, 1, world, accumulate, b=b))
-    dry = DryRun(model, CountedWorld(world.size, world.rank, world.reduction), stage, adamw(), policy, memo)
+    dry = DryRun(
+        model, CountedWorld(world.size, world.rank, world.reduction), stage, adamw(), policy, memo
+    )
     return zero.ledger, dry.count_step(b, accumulate)
 
 
@@ -61,7 +66,9 @@ def test_it_is_with_the_other_reduction_too(comm, stage):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 @pytest.mark.parametrize(
-    "model", [GPT(2, 128, 4, 64, 256), GPT(3, 96, 6, 70, 500), MLP(2, 200, 8, 256)], ids=["gpt", "wide gpt", "mlp"]
+    "model",
+    [GPT(2, 128, 4, 64, 256), GPT(3, 96, 6, 70, 500), MLP(2, 200, 8, 256)],
+    ids=["gpt", "wide gpt", "mlp"],
 )
 def test_the_planned_peak_is_the_traced_one(comm, model, precision, stage):
     """Every kind to the byte, in every moment; the whole within the tolerance, at the same place of the step."""
@@ -70,9 +77,13 @@ def test_the_planned_peak_is_the_traced_one(comm, model, precision, stage):
     assert (planned.verb, planned.name) == (measured.verb, measured.name)
     assert planned.total == pytest.approx(measured.total, rel=TOLERANCE)
     assert planned.total <= measured.total == max(moment.total for moment in real.moments)
-    assert [(m.verb, m.name, m.tracked) for m in dry.moments] == [(m.verb, m.name, m.tracked) for m in real.moments]
+    assert [(m.verb, m.name, m.tracked) for m in dry.moments] == [
+        (m.verb, m.name, m.tracked) for m in real.moments
+    ]
     layers = [i for i, m in enumerate(real.moments) if m.verb in ("forward", "backward")]
-    assert [dry.moments[i].activations for i in layers] == [real.moments[i].activations for i in layers]
+    assert [dry.moments[i].activations for i in layers] == [
+        real.moments[i].activations for i in layers
+    ]
 
 
 def test_a_layer_that_was_walked_before_is_counted_as_if_it_were_walked(comm):
@@ -81,7 +92,9 @@ def test_a_layer_that_was_walked_before_is_counted_as_if_it_were_walked(comm):
             return function(*arguments)
 
     model, policy = gpt(4), Policy("bfloat16")
-    runs = [DryRun(model, CountedWorld(3), 3, adamw(), policy, memo) for memo in (Forgetful(), Memo())]
+    runs = [
+        DryRun(model, CountedWorld(3), 3, adamw(), policy, memo) for memo in (Forgetful(), Memo())
+    ]
     for run in runs:
         run.count_step(2, 2)
     assert runs[0].ledger.moments == runs[1].ledger.moments
@@ -92,7 +105,9 @@ def test_a_dry_run_leaves_nothing_alive(comm):
     world = CountedWorld(comm.size, comm.rank)
     run = DryRun(gpt(), world, 3, adamw(), Policy("float16"))
     run.count_step(2, 3)
-    owned = sum(run.ledger.alive[kind] for kind in ("parameters", "gradients", "optimizer", "message"))
+    owned = sum(
+        run.ledger.alive[kind] for kind in ("parameters", "gradients", "optimizer", "message")
+    )
     assert world.meter.alive == owned == sum(run.ledger.alive.values())
 
 
@@ -101,7 +116,12 @@ def test_watching_changes_no_bit(comm):
     losses = []
     for kind in (ZeRO, TracedZeRO, ProbedZeRO):
         zero = kind(gpt(), world_of("auto"), 3, adamw())
-        losses.append([getattr(zero, "traced_step", zero.train_step)(share(zero.model, s, zero.world, 2)) for s in (1, 2)])
+        losses.append(
+            [
+                getattr(zero, "traced_step", zero.train_step)(share(zero.model, s, zero.world, 2))
+                for s in (1, 2)
+            ]
+        )
     assert losses[0] == losses[1] == losses[2]
 
 

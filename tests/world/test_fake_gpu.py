@@ -64,7 +64,9 @@ def computed(cuda, values):
 def test_all_gather_puts_the_shards_one_after_another(comm, transport, late, chunk_bytes, dtype):
     talk, layout = communicator(transport, late, chunk_bytes=chunk_bytes, dtype=dtype)
     cuda = talk.xp
-    expected = np.concatenate([vector_of(rank, layout.shard_length, dtype) for rank in range(comm.size)])
+    expected = np.concatenate(
+        [vector_of(rank, layout.shard_length, dtype) for rank in range(comm.size)]
+    )
     for _ in range(2):  # the second time with buffers that were used
         shard = computed(cuda, vector_of(comm.rank, layout.shard_length, dtype))
         full = cuda.empty(layout.padded, dtype)
@@ -98,11 +100,15 @@ def test_gathers_and_a_reduction_may_be_under_way_together(comm, transport, late
     fulls = [cuda.empty(layout.padded, np.float32) for _ in shards]
     gathers = [talk.all_gather(layout, *pair) for pair in zip(shards, fulls, strict=True)]
     out = cuda.empty(layout.shard_length, np.float32)
-    talk.reduce_scatter(layout, computed(cuda, vector_of(comm.rank, layout.padded)), out, fresh=True)
+    talk.reduce_scatter(
+        layout, computed(cuda, vector_of(comm.rank, layout.padded)), out, fresh=True
+    )
     for gather in gathers:
         gather.wait()
     for k, full in zip((0, 10), fulls, strict=True):
-        expected = np.concatenate([vector_of(rank + k, layout.shard_length) for rank in range(comm.size)])
+        expected = np.concatenate(
+            [vector_of(rank + k, layout.shard_length) for rank in range(comm.size)]
+        )
         assert cuda.asnumpy(full).tobytes() == expected.tobytes()
     assert cuda.asnumpy(out).tobytes() == left_to_right(layout, comm).tobytes()
 
@@ -125,7 +131,9 @@ def test_ordered_adds_from_left_to_right_to_the_bit(comm, transport, late, chunk
     for fresh, onto in ((True, 0), (False, 7), (True, 0)):
         out = cuda.empty(layout.shard_length, np.result_type(dtype, np.float32))
         out.fill(7)
-        talk.reduce_scatter(layout, computed(cuda, vector_of(comm.rank, layout.padded, dtype)), out, fresh)
+        talk.reduce_scatter(
+            layout, computed(cuda, vector_of(comm.rank, layout.padded, dtype)), out, fresh
+        )
         assert cuda.asnumpy(out).tobytes() == left_to_right(layout, comm, dtype, onto).tobytes()
 
 
@@ -140,7 +148,9 @@ def test_mpi_adds_the_same_numbers(comm, transport, late, chunk_bytes):
         out.fill(7)
         talk.reduce_scatter(layout, computed(cuda, vector_of(comm.rank, layout.padded)), out, fresh)
         # another order of at most 5 numbers of up to 1e4: each rounding is at most 1e4 times the type's precision
-        np.testing.assert_allclose(cuda.asnumpy(out), left_to_right(layout, comm, onto=onto), rtol=0, atol=6e-3)
+        np.testing.assert_allclose(
+            cuda.asnumpy(out), left_to_right(layout, comm, onto=onto), rtol=0, atol=6e-3
+        )
 
 
 @transports
@@ -149,10 +159,14 @@ def test_mpi_adds_the_same_numbers(comm, transport, late, chunk_bytes):
 def test_the_sum_may_lie_in_the_own_slice_of_what_is_sent(comm, transport, reduction, chunk_bytes):
     talk, layout = communicator(transport, (True, True), reduction, chunk_bytes)
     out = talk.xp.empty(layout.shard_length, np.float32)
-    talk.reduce_scatter(layout, computed(talk.xp, vector_of(comm.rank, layout.padded)), out, fresh=True)
+    talk.reduce_scatter(
+        layout, computed(talk.xp, vector_of(comm.rank, layout.padded)), out, fresh=True
+    )
     full = computed(talk.xp, vector_of(comm.rank, layout.padded))
     talk.reduce_scatter(layout, full, full[layout.shard(comm.rank)], fresh=True)
-    assert talk.xp.asnumpy(full[layout.shard(comm.rank)]).tobytes() == talk.xp.asnumpy(out).tobytes()
+    assert (
+        talk.xp.asnumpy(full[layout.shard(comm.rank)]).tobytes() == talk.xp.asnumpy(out).tobytes()
+    )
 
 
 # ---- what must not be handed to MPI ----------------------------------------------------------------------------------
@@ -164,18 +178,30 @@ def test_the_sum_may_lie_in_the_own_slice_of_what_is_sent(comm, transport, reduc
 @pytest.mark.parametrize("call", ["all_gather", "reduce_scatter"])
 def test_a_buffer_that_is_not_contiguous_is_an_error(comm, transport, reduction, call, position):
     talk, layout = communicator(transport, (True, True), reduction)
-    lengths = (layout.shard_length, layout.padded) if call == "all_gather" else (layout.padded, layout.shard_length)
+    lengths = (
+        (layout.shard_length, layout.padded)
+        if call == "all_gather"
+        else (layout.padded, layout.shard_length)
+    )
     vectors = [talk.xp.empty(length, np.float32) for length in lengths]
     strange = talk.xp.empty(2 * lengths[position], np.float32)[::2]
     vectors[position] = strange
     with pytest.raises(ValueError, match="expected a contiguous vector"):
-        talk.all_gather(layout, *vectors) if call == "all_gather" else talk.reduce_scatter(layout, *vectors, fresh=True)
+        talk.all_gather(layout, *vectors) if call == "all_gather" else talk.reduce_scatter(
+            layout, *vectors, fresh=True
+        )
     assert not talk.ledger.moved
 
 
 def test_the_array_is_none_of_the_hosts():
     array = Cuda().put(np.ones(4, np.float32))
-    for take in (np.asarray, np.array, memoryview, list(map(float, [1])).__add__, lambda x: np.ones(4) + x):
+    for take in (
+        np.asarray,
+        np.array,
+        memoryview,
+        list(map(float, [1])).__add__,
+        lambda x: np.ones(4) + x,
+    ):
         with pytest.raises((TypeError, ValueError)):
             take(array)
     with pytest.raises(TypeError):
@@ -229,7 +255,9 @@ def gathered_right(comm, kind, late):
     talk._gathers = kind(talk._gathers.device, talk.ledger)
     talk._gathers.reserve(1 << 16)
     full = talk.xp.empty(layout.padded, np.float32)
-    talk.all_gather(layout, computed(talk.xp, vector_of(comm.rank, layout.shard_length)), full).wait()
+    talk.all_gather(
+        layout, computed(talk.xp, vector_of(comm.rank, layout.shard_length)), full
+    ).wait()
     seen = full + np.float32(0)
     expected = np.concatenate([vector_of(rank, layout.shard_length) for rank in range(comm.size)])
     return all(comm.allgather(talk.xp.asnumpy(seen).tobytes() == expected.tobytes()))
@@ -258,7 +286,11 @@ def run(world, model, stage, policy, accumulate=2, steps=2):
         losses.append(zero.train_step(share(zero.model, step, zero.world, accumulate)))
         norms.append(zero.last.grad_norm)
     with zero.gathered() as parameters:
-        return losses, norms, {name: np.array(world.device.get(array)) for name, array in parameters.items()}
+        return (
+            losses,
+            norms,
+            {name: np.array(world.device.get(array)) for name, array in parameters.items()},
+        )
 
 
 def like_the_gpu(world):
@@ -275,7 +307,9 @@ def test_every_stage_on_the_gpu_gives_the_cpus_bits(comm, transport, reduction, 
     for stage in (0, 1, 2, 3):
         expected = run(like_the_gpu(world_of(reduction)), model(), stage, Policy())
         for late in ORDERS:
-            found = run(gpu_world(transport, late, reduction), model(), stage, Policy(prefetch=late[0]))
+            found = run(
+                gpu_world(transport, late, reduction), model(), stage, Policy(prefetch=late[0])
+            )
             assert_same_bits(found, expected, (stage, late))
 
 
@@ -299,12 +333,17 @@ def test_the_ledger_names_all_that_the_pool_holds(comm, transport):
         assert alive["pinned"] == world.device.xp.pinned
         arrays = sum(len(unit.moments) + 2 for unit in zero.units.values()) + 1
         held = sum(alive.values()) - alive["pinned"]
-        assert 0 <= world.device.xp.used - held < 512 * arrays  # each array is rounded up to 512 bytes
+        assert (
+            0 <= world.device.xp.used - held < 512 * arrays
+        )  # each array is rounded up to 512 bytes
         assert zero.ledger["memory"]["peak"] >= held
 
 
 def test_messages_have_a_fixed_size(comm):
-    for transport, limit in (("direct", 1), ("staged", 9)):  # staged: two buffers out and in, for each way
+    for transport, limit in (
+        ("direct", 1),
+        ("staged", 9),
+    ):  # staged: two buffers out and in, for each way
         sizes = set()
         for layers in (1, 4):
             zero = ZeRO(gpt(layers), gpu_world(transport), 3)
@@ -326,7 +365,9 @@ def test_a_checkpoint_goes_on_on_another_device(comm, folder, there):
     first = ZeRO(gpt(), gpu_world("staged"), 3, adamw())
     first.train_step(share(first.model, 1, first.world, 1))
     first.save(folder)
-    second = ZeRO(gpt(), world_of("auto") if there == "cpu" else gpu_world(there), 1, adamw(), seed=1)
+    second = ZeRO(
+        gpt(), world_of("auto") if there == "cpu" else gpu_world(there), 1, adamw(), seed=1
+    )
     second.load(folder)
     assert second.step == 1
     loss = second.evaluate(share(second.model, 2, second.world, 1))
@@ -339,7 +380,9 @@ def test_a_checkpoint_goes_on_on_another_device(comm, folder, there):
 
 @pytest.mark.sizes(3)
 @pytest.mark.limit(500)  # every operation is run twice on the fake
-@pytest.mark.parametrize(("transport", "precision"), [("direct", "float32"), ("staged", "bfloat16")])
+@pytest.mark.parametrize(
+    ("transport", "precision"), [("direct", "float32"), ("staged", "bfloat16")]
+)
 def test_all_promises_are_kept_on_the_gpu(comm, transport, precision):
     rows = list(promises(Trial(gpu_world(transport), precision=precision)))
     assert [row for row in rows if not row.passed] == []

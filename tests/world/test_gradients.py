@@ -19,7 +19,9 @@ def move(zero, directions, step):
         vector = np.zeros(unit.layout.padded)
         for name, view in unit.layout.views(vector).items():
             view[...] = directions[unit.layout.prefix + name]
-        unit.parameters += step * (vector if len(unit.parameters) == len(vector) else vector[unit.part])
+        unit.parameters += step * (
+            vector if len(unit.parameters) == len(vector) else vector[unit.part]
+        )
 
 
 def directions_for(parameters, only=""):
@@ -53,7 +55,13 @@ def gradient(zero, batches):
 
 
 def float64(model, world, stage):
-    return ZeRO(model, world, stage, sgd(lr=1.0, momentum=0.0, clip=0.0, weight_decay=0.0), policy=Policy("float64"))
+    return ZeRO(
+        model,
+        world,
+        stage,
+        sgd(lr=1.0, momentum=0.0, clip=0.0, weight_decay=0.0),
+        policy=Policy("float64"),
+    )
 
 
 @stages
@@ -63,12 +71,16 @@ def float64(model, world, stage):
 def test_the_gradient_is_that_of_the_global_loss(comm, model, stage, reduction, accumulate):
     zero = float64(model(), world_of(reduction), stage)
     spread(zero)
-    batches = share(zero.model, 1, zero.world, accumulate)  # with about a third of the targets not counted
+    batches = share(
+        zero.model, 1, zero.world, accumulate
+    )  # with about a third of the targets not counted
     directions = directions_for(copied(zero))
     expected = slope(zero, batches, directions)
     found = gradient(zero, batches)
     # five points at h = 1e-3 are wrong by 1e-11 or so; the direction's terms cancel to a few per cent of their size
-    assert sum(np.sum(found[name] * directions[name]) for name in found) == pytest.approx(expected, rel=1e-6)
+    assert sum(np.sum(found[name] * directions[name]) for name in found) == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 @stages
@@ -81,7 +93,9 @@ def test_the_gradient_of_each_kind_of_parameter_is_right(comm, stage, name):
     directions = directions_for(copied(zero), only=name)
     expected = slope(zero, batches, directions)
     found = gradient(zero, batches)
-    assert sum(np.sum(found[k] * directions[k]) for k in found) == pytest.approx(expected, rel=1e-6)  # as above
+    assert sum(np.sum(found[k] * directions[k]) for k in found) == pytest.approx(
+        expected, rel=1e-6
+    )  # as above
 
 
 @stages
@@ -91,7 +105,9 @@ def test_the_gradients_length_is_the_norm(comm, stage):
         spread(zero)
         found = gradient(zero, share(zero.model, 1, zero.world, 2))
         length = sum(np.sum(array**2) for array in found.values()) ** 0.5
-        assert zero.last.grad_norm == pytest.approx(length, rel=1e-12)  # float64; a difference of weights loses digits
+        assert zero.last.grad_norm == pytest.approx(
+            length, rel=1e-12
+        )  # float64; a difference of weights loses digits
 
 
 @stages
@@ -119,5 +135,7 @@ def test_tied_weights_are_reduced_once(comm, stage):
 
 def test_the_tied_weight_exists_once(comm):
     zero = ZeRO(gpt(), world_of("ordered"), 3)
-    assert sorted(name for name in copied(zero) if "wte" in name or "head" in name) == ["wte.weight"]
+    assert sorted(name for name in copied(zero) if "wte" in name or "head" in name) == [
+        "wte.weight"
+    ]
     assert zero.units["outer"].layout.elements == 23 * 14 + 7 * 14 + 2 * 14  # wte, wpe, ln_f

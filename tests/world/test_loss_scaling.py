@@ -34,7 +34,11 @@ def state_of(zero):
     """Every owned vector but the gradient, as bytes; the counts."""
     vectors = []
     for unit in zero.units.values():
-        vectors += [unit.parameters, *unit.moments.values(), *([] if unit.master is None else [unit.master])]
+        vectors += [
+            unit.parameters,
+            *unit.moments.values(),
+            *([] if unit.master is None else [unit.master]),
+        ]
     return [vector.tobytes() for vector in vectors], zero.updates
 
 
@@ -53,12 +57,18 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(comm, planted, stage):
     zero.comm.planted, zero.comm.victim = planted, comm.size - 1
     zero.train_step(share(zero.model, 2, zero.world, 1))
     zero.comm.planted = None
-    assert comm.allgather((zero.last.skipped, zero.scaler.scale, zero.step)) == [(True, 512.0, 2)] * comm.size
+    assert (
+        comm.allgather((zero.last.skipped, zero.scaler.scale, zero.step))
+        == [(True, 512.0, 2)] * comm.size
+    )
     assert not np.isfinite(zero.last.grad_norm)
     assert state_of(zero) == before
 
     zero.train_step(share(zero.model, 3, zero.world, 1))
-    assert comm.allgather((zero.last.skipped, zero.scaler.scale, zero.updates)) == [(False, 512.0, 2)] * comm.size
+    assert (
+        comm.allgather((zero.last.skipped, zero.scaler.scale, zero.updates))
+        == [(False, 512.0, 2)] * comm.size
+    )
     plain = Plain(gpt(), adamw(), precision="float16")
     plain.scaler.scale = 1024.0
     plain.step(everything(plain.model, 1, comm.size))
@@ -74,7 +84,9 @@ def test_a_scale_that_is_too_high_comes_down_until_steps_succeed(comm, stage):
     zero.scaler.scale = 2.0**24
     skipped = []
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a skipped step is nothing to warn of, from every rank's stderr
+        warnings.simplefilter(
+            "error"
+        )  # a skipped step is nothing to warn of, from every rank's stderr
         for step in range(1, 15):
             zero.train_step(share(zero.model, step, zero.world, 1))
             skipped.append(zero.last.skipped)
@@ -102,10 +114,18 @@ def test_a_loss_that_is_not_finite_ends_a_run_whose_scale_is_1(comm, stage):
 @stages
 @narrow
 def test_a_row_without_gradient_stays_as_it_is(comm, precision, stage):
-    zero = ZeRO(mlp(), world_of("auto"), stage, AdamW(lr=1e-2, eps=1e-8, weight_decay=0.0), policy=Policy(precision))
+    zero = ZeRO(
+        mlp(),
+        world_of("auto"),
+        stage,
+        AdamW(lr=1e-2, eps=1e-8, weight_decay=0.0),
+        policy=Policy(precision),
+    )
     before = copied(zero)["embed.weight"]
     for step in (1, 2, 3):
-        batches = [(inputs % 20, targets) for inputs, targets in share(zero.model, step, zero.world, 1)]
+        batches = [
+            (inputs % 20, targets) for inputs, targets in share(zero.model, step, zero.world, 1)
+        ]
         zero.train_step(batches)
     assert zero.updates >= 1
     after = copied(zero)
@@ -113,8 +133,12 @@ def test_a_row_without_gradient_stays_as_it_is(comm, precision, stage):
     assert after["embed.weight"][20:].tobytes() == before[20:].tobytes()
     assert (after["embed.weight"][:20] != before[:20]).any()
     for unit in zero.units.values():
-        assert {vector.dtype for vector in (unit.master, *unit.moments.values())} == {np.dtype(np.float32)}
-        assert {vector.dtype for vector in (unit.parameters, unit.gradients)} == {zero.policy.recipe.parameter}
+        assert {vector.dtype for vector in (unit.master, *unit.moments.values())} == {
+            np.dtype(np.float32)
+        }
+        assert {vector.dtype for vector in (unit.parameters, unit.gradients)} == {
+            zero.policy.recipe.parameter
+        }
         assert all(np.isfinite(vector).all() for vector in (unit.master, *unit.moments.values()))
 
 
@@ -125,7 +149,9 @@ def test_a_row_without_gradient_stays_as_it_is(comm, precision, stage):
 @narrow
 def test_masters_move_although_the_16_bit_weight_does_not(comm, precision, stage):
     """Steps of 1e-6 on a gain of 1, whose 16-bit neighbours are 2^-11 (float16) or 2^-8 below: lost without a master."""
-    zero = ZeRO(gpt(), world_of("auto"), stage, AdamW(lr=1e-6, weight_decay=0.0), policy=Policy(precision))
+    zero = ZeRO(
+        gpt(), world_of("auto"), stage, AdamW(lr=1e-6, weight_decay=0.0), policy=Policy(precision)
+    )
     zero.scaler.scale = 256.0 if precision == "float16" else 1.0
     before = copied(zero)["h.0.ln_1.weight"]
     for step in range(1, 6):
@@ -134,7 +160,11 @@ def test_masters_move_although_the_16_bit_weight_does_not(comm, precision, stage
     assert (copied(zero)["h.0.ln_1.weight"] == before).all()
     unit = zero.units["h.0"]
     spans = unit.layout.spans(unit.part if zero.stage.optimizer else slice(0, unit.layout.padded))
-    moved = [np.abs(unit.master[start:stop] - 1).max() for name, start, stop in spans if name == "ln_1.weight"]
+    moved = [
+        np.abs(unit.master[start:stop] - 1).max()
+        for name, start, stop in spans
+        if name == "ln_1.weight"
+    ]
     assert max(comm.allgather(max(moved, default=0.0))) > 3e-6  # 5 steps of at most 1e-6
 
 
@@ -200,7 +230,13 @@ def test_a_loss_scale_repairs_underflow(comm, stage):
     found = {}
     for scale in (1, "auto", 2.0**20):
         policy = Policy("float16", loss_scale=scale)
-        zero = ZeRO(Whisper(), world_of("auto"), stage, AdamW(lr=0.01, eps=1e-10, weight_decay=0.0), policy=policy)
+        zero = ZeRO(
+            Whisper(),
+            world_of("auto"),
+            stage,
+            AdamW(lr=0.01, eps=1e-10, weight_decay=0.0),
+            policy=policy,
+        )
         before = copied(zero)["faint.weight"]
         zero.train_step([(np.ones((2, 5), np.float32), np.zeros(2, np.int64))])
         found[scale] = np.abs(copied(zero)["faint.weight"] - before)
@@ -233,4 +269,6 @@ def test_the_norm_is_that_of_the_unscaled_gradient(comm, precision):
         zero = ZeRO(gpt(), world_of("auto"), 3, adamw(), policy=Policy(precision))
         zero.scaler.scale = scale
         zero.train_step(share(zero.model, 1, zero.world, 1))
-        assert zero.last.grad_norm == pytest.approx(plain.norm, rel=0.01)  # bfloat16 keeps 8 bits of weights and gradients
+        assert zero.last.grad_norm == pytest.approx(
+            plain.norm, rel=0.01
+        )  # bfloat16 keeps 8 bits of weights and gradients

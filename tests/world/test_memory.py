@@ -56,7 +56,9 @@ class Watched(ZeRO):
 
     def _fetch(self, visit, upcoming):
         w = super()._fetch(visit, upcoming)
-        self.visits.append({kind: len(self.ledger.living(kind)) for kind in ("full", "widened", "partial", "sum")})
+        self.visits.append(
+            {kind: len(self.ledger.living(kind)) for kind in ("full", "widened", "partial", "sum")}
+        )
         return w
 
     def most(self, kind):
@@ -72,7 +74,10 @@ def owned_arrays(zero):
     for unit in zero.units.values():
         found["parameters"].append(unit.parameters)
         found["gradients"].append(unit.gradients)
-        found["optimizer"] += [*unit.moments.values(), *([] if unit.master is None else [unit.master])]
+        found["optimizer"] += [
+            *unit.moments.values(),
+            *([] if unit.master is None else [unit.master]),
+        ]
         assert unit.full is unit.widened is unit.partial is unit.sum is None
     return found
 
@@ -87,7 +92,10 @@ def test_owned_bytes_equal_the_formula(comm, model, precision, stage):
         zero.train_step(share(zero.model, 1, zero.world, 1))
         padded = sum(unit.layout.padded for unit in zero.units.values())
         formula = state_bytes(zero.stage, padded, comm.size, zero.policy.recipe, moments)
-        live = {kind: sum(array.nbytes for array in arrays) for kind, arrays in owned_arrays(zero).items()}
+        live = {
+            kind: sum(array.nbytes for array in arrays)
+            for kind, arrays in owned_arrays(zero).items()
+        }
         assert live == formula
         assert {kind: zero.ledger.alive[kind] for kind in OWNED} == formula
         assert {kind: zero.ledger["memory"][kind] for kind in OWNED} == formula
@@ -109,7 +117,9 @@ def test_owned_bytes_are_the_papers(comm, stage, precision):
 @stages
 @precisions
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_numpys_memory_is_the_owned_state_and_the_message_buffer(comm, stage, precision, accumulate):
+def test_numpys_memory_is_the_owned_state_and_the_message_buffer(
+    comm, stage, precision, accumulate
+):
     """Measured by tracemalloc, which sees every array of the process, after 3 steps.
 
     At most 1 kB is something else (the promise is 1 MB, but the smallest shard has some hundred bytes; nothing was seen).
@@ -127,13 +137,17 @@ def test_numpys_memory_is_the_owned_state_and_the_message_buffer(comm, stage, pr
         tracemalloc.stop()
     owned = sum(array.nbytes for arrays in owned_arrays(zero).values() for array in arrays)
     assert 0 <= measured - owned - zero.ledger.alive["message"] < 1000
-    assert zero.ledger.alive["message"] <= max(unit.layout.padded for unit in zero.units.values()) * 8
+    assert (
+        zero.ledger.alive["message"] <= max(unit.layout.padded for unit in zero.units.values()) * 8
+    )
 
 
 def numpys_memory():
     """Bytes that arrays of this process hold, by tracemalloc."""
     only_numpy = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
-    return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([only_numpy]).traces)
+    return sum(
+        trace.size for trace in tracemalloc.take_snapshot().filter_traces([only_numpy]).traces
+    )
 
 
 # ---- what is freed ---------------------------------------------------------------------------------------------------
@@ -143,8 +157,12 @@ def numpys_memory():
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_at_most_prefetch_plus_1_full_vectors_are_alive(comm, model, precision, prefetch, recompute):
-    zero = Watched(model(layers=4), world_of("auto"), 3, adamw(), policy=Policy(precision, prefetch, recompute))
+def test_at_most_prefetch_plus_1_full_vectors_are_alive(
+    comm, model, precision, prefetch, recompute
+):
+    zero = Watched(
+        model(layers=4), world_of("auto"), 3, adamw(), policy=Policy(precision, prefetch, recompute)
+    )
     zero.ledger.most.clear()
     for step in (1, 2):
         zero.train_step(share(zero.model, step, zero.world, 2))
@@ -198,7 +216,9 @@ def test_a_model_that_was_gathered_dies_after_the_block(comm):
 @stages
 def test_at_most_two_partial_gradients_of_the_gpt_are_alive(comm, stage, precision):
     """The tied unit's lives from the head's backward to the embedding's; beside it one block's at a time."""
-    zero = Watched(gpt(layers=4), world_of("auto"), stage, adamw(), policy=Policy(precision, recompute=True))
+    zero = Watched(
+        gpt(layers=4), world_of("auto"), stage, adamw(), policy=Policy(precision, recompute=True)
+    )
     for step in (1, 2):
         zero.train_step(share(zero.model, step, zero.world, 2))
         assert zero.ledger.living("partial") == zero.ledger.living("sum") == []
@@ -221,11 +241,15 @@ def test_a_running_sum_is_kept_only_where_no_owned_vector_can_hold_it(comm, prec
             zero = Watched(gpt(), world_of("ordered"), stage, adamw(), policy=Policy(precision))
             zero.train_step(share(zero.model, 1, zero.world, accumulate))
             own = stage >= 2 and precision == "float32"
-            assert len(zero.ledger.made["sum"]) == (0 if own or accumulate == 1 else len(zero.units))
+            assert len(zero.ledger.made["sum"]) == (
+                0 if own or accumulate == 1 else len(zero.units)
+            )
             assert zero.ledger.living("sum") == []
 
 
-@pytest.mark.parametrize(("model", "precision"), [(gpt, "float32"), (gpt, "bfloat16"), (mlp, "float32")])
+@pytest.mark.parametrize(
+    ("model", "precision"), [(gpt, "float32"), (gpt, "bfloat16"), (mlp, "float32")]
+)
 def test_nothing_gathered_is_left_after_50_batches_of_evaluation(comm, model, precision):
     """B17. At batches 2 and 50 the peak of gathered vectors and all that NumPy holds are equal."""
     zero = Watched(model(layers=6), world_of("auto"), 3, adamw(), policy=Policy(precision))
@@ -243,11 +267,15 @@ def test_nothing_gathered_is_left_after_50_batches_of_evaluation(comm, model, pr
             assert zero.ledger.living("full") == zero.ledger.living("widened") == []
             if number in (2, 50):
                 took = tracemalloc.get_traced_memory()[1] - before
-                peaks.append((zero.ledger.peak["full"], zero.ledger.peak["widened"], numpys_memory(), took))
+                peaks.append(
+                    (zero.ledger.peak["full"], zero.ledger.peak["widened"], numpys_memory(), took)
+                )
     finally:
         tracemalloc.stop()
     assert peaks[0][:3] == peaks[1][:3]
-    assert peaks[1][3] == pytest.approx(peaks[0][3], rel=0.01, abs=2000)  # bytes, of Python's own objects
+    assert peaks[1][3] == pytest.approx(
+        peaks[0][3], rel=0.01, abs=2000
+    )  # bytes, of Python's own objects
     longest = sorted((unit.layout.padded for unit in zero.units.values()), reverse=True)
     assert peaks[0][0] <= sum(longest[:2]) * zero.policy.recipe.parameter.itemsize
     assert zero.ledger.most["full"] == 2

@@ -88,6 +88,8 @@ def test_every_vector_that_is_owned_is_float32(comm):
 def test_a_float64_array_would_be_seen(comm, monkeypatch):
     zero = ZeRO(gpt(), world_of("auto"), 3, adamw())
     head, forward = zero.model.layers[-1], type(zero.model.layers[-1]).forward
-    monkeypatch.setattr(type(head), "forward", lambda layer, w, x: forward(layer, w, x * np.ones(1)))
+    monkeypatch.setattr(
+        type(head), "forward", lambda layer, w, x: forward(layer, w, x * np.ones(1))
+    )
     found = float64_arrays_seen(lambda: zero.train_step(share(zero.model, 1, zero.world, 1)))
     assert ("loss", "logits_BTV", 2 * 7 * 23) in found

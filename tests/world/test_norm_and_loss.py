@@ -21,7 +21,9 @@ reductions = pytest.mark.parametrize("reduction", ["mpi", "ordered"])
 
 def change(before, after):
     """The L2 length of the change over the distinct parameters."""
-    return sum(np.sum((after[name].astype(np.float64) - before[name]) ** 2) for name in before) ** 0.5
+    return (
+        sum(np.sum((after[name].astype(np.float64) - before[name]) ** 2) for name in before) ** 0.5
+    )
 
 
 # ---- B01: the norm, and clipping -------------------------------------------------------------------------------------
@@ -61,10 +63,15 @@ def test_ten_clipped_steps_end_at_the_references_parameters(comm, model, stage):
     plain = Plain(model(), SGD(lr=0.1, clip=0.3))
     losses, _, parameters = plain.run(12, steps=10)
     zero = ZeRO(model(), world_of("auto"), stage, SGD(lr=0.1, clip=0.3))
-    found = [zero.train_step(share(zero.model, step, zero.world, 12 // comm.size)) for step in range(1, 11)]
+    found = [
+        zero.train_step(share(zero.model, step, zero.world, 12 // comm.size))
+        for step in range(1, 11)
+    ]
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     for name, array in copied(zero).items():
-        np.testing.assert_allclose(array, parameters[name], rtol=0, atol=1e-5, err_msg=name)  # cases/README: reference run
+        np.testing.assert_allclose(
+            array, parameters[name], rtol=0, atol=1e-5, err_msg=name
+        )  # cases/README: reference run
 
 
 # ---- B03: unequal ranks ----------------------------------------------------------------------------------------------
@@ -94,7 +101,9 @@ def test_every_counted_target_weighs_the_same(comm, counted, reduction, stage):
     assert zero.last.tokens == sum(int((targets >= 0).sum()) for _, targets in batches)
     assert comm.allgather((loss, zero.last.grad_norm)) == [(loss, zero.last.grad_norm)] * comm.size
     for name, array in copied(zero).items():
-        np.testing.assert_allclose(array, plain.parameters()[name], rtol=0, atol=1e-6, err_msg=name)  # one SGD step
+        np.testing.assert_allclose(
+            array, plain.parameters()[name], rtol=0, atol=1e-6, err_msg=name
+        )  # one SGD step
 
 
 @stages
@@ -130,7 +139,9 @@ def test_a_step_without_any_counted_target_is_one_error_on_all_ranks(comm):
 @pytest.mark.sizes(2, 3, 4, 6)
 def test_unequal_numbers_of_micro_batches_are_one_error_on_all_ranks(comm):
     zero = ZeRO(gpt(), world_of("auto"), 3)
-    with pytest.raises(UsageError, match=r"micro-batches: every rank needs the same number, none empty; got \[2, 1"):
+    with pytest.raises(
+        UsageError, match=r"micro-batches: every rank needs the same number, none empty; got \[2, 1"
+    ):
         zero.train_step(share(zero.model, 1, zero.world, 2 if comm.rank == 0 else 1))
     with pytest.raises(UsageError, match="got \\[0"):
         zero.train_step([])
@@ -154,7 +165,11 @@ def test_accumulation_divides_nothing_twice(comm, reduction, stage):
         for inputs, targets in whole:
             mine = [m * comm.size + comm.rank for m in range(accumulate)]
             parts = [np.array_split(array, accumulate * comm.size) for array in (inputs, targets)]
-            found.append((zero.train_step([(parts[0][j], parts[1][j]) for j in mine]), zero.last.grad_norm))
+            found.append(
+                (zero.train_step([(parts[0][j], parts[1][j]) for j in mine]), zero.last.grad_norm)
+            )
         np.testing.assert_allclose(found, expected, rtol=1e-6)  # the case's own figure
         for name, array in copied(zero).items():
-            np.testing.assert_allclose(array, plain.parameters()[name], rtol=0, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                array, plain.parameters()[name], rtol=0, atol=1e-6, err_msg=name
+            )

@@ -2,7 +2,18 @@
 
 import numpy as np
 import pytest
-from training import STAGES, Plain, adamw, assert_same_bits, copied, gpt, run, share, train, world_of
+from training import (
+    STAGES,
+    Plain,
+    adamw,
+    assert_same_bits,
+    copied,
+    gpt,
+    run,
+    share,
+    train,
+    world_of,
+)
 
 from models import GPT, MLP, Layer, units
 from zmpi import AdamW, Policy, ZeRO
@@ -44,7 +55,9 @@ class Lines:
 
     def loss(self, y_N1, targets_N, divisor):
         difference_N1 = y_N1 - targets_N[:, None].astype(y_N1.dtype)
-        return float(np.sum(difference_N1**2, dtype=np.float64)) / 2, difference_N1 / np.float32(divisor)
+        return float(np.sum(difference_N1**2, dtype=np.float64)) / 2, difference_N1 / np.float32(
+            divisor
+        )
 
 
 def points(step, j):
@@ -55,7 +68,11 @@ def points(step, j):
 def trained(zero, accumulate=2):
     losses, norms = [], []
     for step in (1, 2, 3):
-        losses.append(zero.train_step([points(step, m * zero.world.size + zero.world.rank) for m in range(accumulate)]))
+        losses.append(
+            zero.train_step(
+                [points(step, m * zero.world.size + zero.world.rank) for m in range(accumulate)]
+            )
+        )
         norms.append(zero.last.grad_norm)
     return losses, norms, copied(zero)
 
@@ -71,7 +88,9 @@ def test_a_model_of_2_parameters_trains_at_every_size(comm, layers, stage):
     found = trained(ZeRO(Lines(layers), world_of("ordered"), stage, adamw()))
     if comm.size != 5:
         assert_same_bits(found, expected, stage)
-    np.testing.assert_allclose(found[0], losses, rtol=1e-6)  # at 5 ranks the norm has other pieces: float64's rounding
+    np.testing.assert_allclose(
+        found[0], losses, rtol=1e-6
+    )  # at 5 ranks the norm has other pieces: float64's rounding
     for name, array in expected[2].items():
         np.testing.assert_allclose(found[2][name], array, rtol=1e-6)
     by_mpi = trained(ZeRO(Lines(layers), world_of("mpi"), stage, adamw()))
@@ -92,7 +111,11 @@ def test_ranks_that_own_nothing_but_padding_join_in(comm, stage):
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_a_model_of_2_parameters_trains_in_16_bits(comm, precision, stage):
     first = trained(ZeRO(Lines(3), world_of("auto"), 0, adamw(), policy=Policy(precision)))
-    assert_same_bits(trained(ZeRO(Lines(3), world_of("auto"), stage, adamw(), policy=Policy(precision))), first, stage)
+    assert_same_bits(
+        trained(ZeRO(Lines(3), world_of("auto"), stage, adamw(), policy=Policy(precision))),
+        first,
+        stage,
+    )
 
 
 @stages
@@ -138,12 +161,16 @@ def test_matrices_decay_and_biases_and_gains_do_not(comm, reduction, stage):
     model = Level(layers=2, width=14, heads=2, context=7, vocab=23)
     zero = ZeRO(model, world_of(reduction), stage, AdamW(lr=0.1, weight_decay=0.1))
     for unit in zero.units.values():  # biases are made 0, where decay would not show
-        for _, start, stop in unit.layout.spans(unit.part if zero.stage.parameters else slice(0, unit.layout.padded)):
+        for _, start, stop in unit.layout.spans(
+            unit.part if zero.stage.parameters else slice(0, unit.layout.padded)
+        ):
             unit.parameters[start:stop] += np.float32(0.25)
     before = copied(zero)
     zero.train_step(share(model, 1, zero.world, 1))
     for name, array in copied(zero).items():
-        decay = np.float32(1 - 0.1 * 0.1) if array.ndim == 2 else np.float32(1)  # embeddings are matrices
+        decay = (
+            np.float32(1 - 0.1 * 0.1) if array.ndim == 2 else np.float32(1)
+        )  # embeddings are matrices
         np.testing.assert_array_equal(array, before[name] * decay, err_msg=name)
 
 

@@ -62,9 +62,13 @@ def test_ordered_gives_the_bits_of_the_plain_loop_with_momentum(comm):
 @models
 @pytest.mark.sizes(1, 2, 3, 4, 6)
 def test_a_global_batch_of_12_gives_the_same_bits_at_every_number_of_ranks(comm, model):
-    plain = Plain(model(), adamw()).run(12)  # what one rank computes, in this process: the same for every size
+    plain = Plain(model(), adamw()).run(
+        12
+    )  # what one rank computes, in this process: the same for every size
     for stage in STAGES:
-        assert_same_bits(run(model(), world_of("ordered"), stage, adamw(), 12 // comm.size), plain, stage)
+        assert_same_bits(
+            run(model(), world_of("ordered"), stage, adamw(), 12 // comm.size), plain, stage
+        )
 
 
 @models
@@ -74,7 +78,9 @@ def test_every_stage_follows_one_process_without_zero(comm, model):
         for stage in STAGES:
             for reduction in ("mpi", "ordered"):
                 losses, norms, _ = run(model(), world_of(reduction), stage, adamw(), accumulate)
-                np.testing.assert_allclose(losses, plain[0], rtol=1e-5)  # P1's figure; MPI sums in its own order
+                np.testing.assert_allclose(
+                    losses, plain[0], rtol=1e-5
+                )  # P1's figure; MPI sums in its own order
                 np.testing.assert_allclose(norms, plain[1], rtol=1e-5)
 
 
@@ -102,7 +108,9 @@ def test_losses_are_added_up_in_the_order_of_micro_batches(comm):
     model = Long(layers=1, width=12, heads=2, context=7, vocab=23)
     plain = Plain(model, adamw()).run(12)
     for stage in STAGES:
-        assert_same_bits(run(model, world_of("ordered"), stage, adamw(), 12 // comm.size), plain, stage)
+        assert_same_bits(
+            run(model, world_of("ordered"), stage, adamw(), 12 // comm.size), plain, stage
+        )
     batches = share(model, 9, world_of("ordered"), 12 // comm.size)
     zero = ZeRO(model, world_of("ordered"), 3, adamw())
     assert zero.evaluate(batches) == zero.train_step(batches)
@@ -129,7 +137,9 @@ def test_weights_depend_on_the_seed_and_the_name_only(comm):
         for name, array in copied(ZeRO(gpt(layers=3), world_of("ordered"), stage, seed=5)).items():
             if name in first and "c_proj" not in name:  # whose scale depends on the depth
                 assert np.array_equal(array, first[name]), name
-    assert not np.array_equal(copied(ZeRO(gpt(), world_of("ordered"), 3, seed=6))["wte.weight"], first["wte.weight"])
+    assert not np.array_equal(
+        copied(ZeRO(gpt(), world_of("ordered"), 3, seed=6))["wte.weight"], first["wte.weight"]
+    )
 
 
 # ---- 16 bits ---------------------------------------------------------------------------------------------------------
@@ -141,9 +151,13 @@ def test_weights_depend_on_the_seed_and_the_name_only(comm):
 @sizes_that_divide_24
 def test_every_stage_gives_the_bits_of_one_process_in_16_bits(comm, model, precision, accumulate):
     plain = Plain(model(), adamw(), precision=precision).run(accumulate * comm.size, steps=5)
-    assert np.isfinite(plain[1]).sum() >= 2  # float16's first scales are too high: their steps are skipped
+    assert (
+        np.isfinite(plain[1]).sum() >= 2
+    )  # float16's first scales are too high: their steps are skipped
     for stage in STAGES:
-        found = run(model(), world_of("auto"), stage, adamw(), accumulate, steps=5, policy=Policy(precision))
+        found = run(
+            model(), world_of("auto"), stage, adamw(), accumulate, steps=5, policy=Policy(precision)
+        )
         assert_same_bits(found, plain, stage)
 
 
@@ -162,7 +176,9 @@ def test_stages_agree_in_16_bits_at_5_ranks(comm, precision):
 def test_a_global_batch_of_12_gives_the_same_bits_in_16_bits(comm, precision):
     plain = Plain(gpt(), sgd(), precision=precision).run(12)
     for stage in STAGES:
-        found = run(gpt(), world_of("auto"), stage, sgd(), 12 // comm.size, policy=Policy(precision))
+        found = run(
+            gpt(), world_of("auto"), stage, sgd(), 12 // comm.size, policy=Policy(precision)
+        )
         assert_same_bits(found, plain, stage)
 
 
@@ -179,4 +195,6 @@ def test_16_bits_follow_float32_at_their_own_precision(comm, precision):
     wide = Plain(gpt(), adamw()).run(2 * comm.size)
     losses, _, _ = run(gpt(), world_of("auto"), 3, adamw(), 2, policy=Policy(precision))
     # a weight is rounded to 2^-11 (float16) or 2^-8 (bfloat16) of itself; the loss, near log(vocab), moves less than that
-    np.testing.assert_allclose(losses, wide[0], rtol={"float16": 2**-11, "bfloat16": 2**-8}[precision])
+    np.testing.assert_allclose(
+        losses, wide[0], rtol={"float16": 2**-11, "bfloat16": 2**-8}[precision]
+    )

@@ -26,13 +26,26 @@ def test_the_events_are_the_verbs_of_the_schedule(comm, stage):
     zero = traced(stage)
     events = [e for e in zero.ledger.steps[-1] if e["verb"] not in ("step", "agree")]
     layers = [layer.name for layer in zero.model.layers]
-    passes = [(verb, layers[v.layer]) for v in zero.schedule for verb in ("forward", "backward") if getattr(v, verb)]
-    assert [(e["verb"], e["name"]) for e in events if e["verb"] in ("forward", "backward")] == passes
+    passes = [
+        (verb, layers[v.layer])
+        for v in zero.schedule
+        for verb in ("forward", "backward")
+        if getattr(v, verb)
+    ]
+    assert [
+        (e["verb"], e["name"]) for e in events if e["verb"] in ("forward", "backward")
+    ] == passes
     reduced = [v.unit for v in zero.schedule if v.reduce]
     assert [e["name"] for e in events if e["verb"] == "reduce"] == reduced
     moves = [v.unit for v in zero.schedule if v.gather] if zero.stage.parameters else []
-    assert [e["name"] for e in events if e["verb"] == "gather"] == [e["name"] for e in events if e["verb"] == "wait"] == moves
-    assert [e["name"] for e in events if e["verb"] == "free"] == ([v.unit for v in zero.schedule if v.free] if moves else [])
+    assert (
+        [e["name"] for e in events if e["verb"] == "gather"]
+        == [e["name"] for e in events if e["verb"] == "wait"]
+        == moves
+    )
+    assert [e["name"] for e in events if e["verb"] == "free"] == (
+        [v.unit for v in zero.schedule if v.free] if moves else []
+    )
     assert [e["name"] for e in events if e["verb"] == "update"] == list(zero.units)
     assert all(a["end"] <= b["start"] for a, b in pairwise(events))
 
@@ -48,16 +61,24 @@ def test_the_amounts_of_a_steps_events_are_its_ledgers(comm, stage):
 def test_a_unit_is_gathered_before_it_is_used_and_freed_after(comm):
     events = traced(3, policy=Policy(prefetch=1)).ledger.steps[-1]
     order = [(e["verb"], e["name"]) for e in events]
-    assert order.index(("gather", "h.1")) < order.index(("forward", "h.0")) < order.index(("wait", "h.1"))
-    assert order.index(("wait", "h.1")) < order.index(("forward", "h.1")) < order.index(("free", "h.1"))
+    assert (
+        order.index(("gather", "h.1"))
+        < order.index(("forward", "h.0"))
+        < order.index(("wait", "h.1"))
+    )
+    assert (
+        order.index(("wait", "h.1"))
+        < order.index(("forward", "h.1"))
+        < order.index(("free", "h.1"))
+    )
 
 
 def test_tracing_changes_no_bit_and_keeps_the_last_steps(comm):
     plain = ZeRO(gpt(), world_of("auto"), 3, adamw())
     zero = traced(3)
-    assert [plain.train_step(share(plain.model, s, plain.world, 1)) for s in (1, 2, 3)][2] == zero.train_step(
-        share(zero.model, 3, zero.world, 1)
-    )
+    assert [plain.train_step(share(plain.model, s, plain.world, 1)) for s in (1, 2, 3)][
+        2
+    ] == zero.train_step(share(zero.model, 3, zero.world, 1))
     zero.ledger.steps.extend([zero.ledger.steps[-1]] * (STEPS + 5))
     assert len(zero.ledger.steps) == STEPS
 
@@ -86,7 +107,9 @@ def test_clocks_are_aligned(comm):
     finally:
         if comm.rank == comm.size - 1:
             trace.perf_counter = real
-    assert len(set(comm.allgather(zero.world.guard._state[0]))) == 1, "ranks are compared by the number of their waits"
+    assert len(set(comm.allgather(zero.world.guard._state[0]))) == 1, (
+        "ranks are compared by the number of their waits"
+    )
     if comm.rank == 0:
         starts, ends = [lane[0]["start"] for lane in lanes], [lane[0]["end"] for lane in lanes]
         assert min(starts) == 0 and max(starts) < min(ends) and max(ends) < 60
@@ -101,7 +124,9 @@ def test_the_chrome_trace_is_valid_event_by_event(comm, folder):
     found = json.loads((folder / "x.json").read_text())
     assert found["displayTimeUnit"] == "ms"
     names = [event for event in found["traceEvents"] if event["ph"] == "M"]
-    assert [(event["tid"], event["args"]["name"]) for event in names] == [(r, f"rank {r}") for r in range(comm.size)]
+    assert [(event["tid"], event["args"]["name"]) for event in names] == [
+        (r, f"rank {r}") for r in range(comm.size)
+    ]
     spans = [event for event in found["traceEvents"] if event["ph"] != "M"]
     for event in spans:
         assert event.keys() == {"name", "cat", "ph", "pid", "tid", "ts", "dur", "args"}

@@ -12,7 +12,12 @@ from zmpi.comm import Communicator
 
 SIZES = (1, 2, 3, 4, 5, 6)
 
-CASES = [("mpi", "float32"), ("ordered", "float32"), ("ordered", "float16"), ("ordered", "bfloat16")]
+CASES = [
+    ("mpi", "float32"),
+    ("ordered", "float32"),
+    ("ordered", "float16"),
+    ("ordered", "bfloat16"),
+]
 cases = pytest.mark.parametrize(("reduction", "precision"), CASES)
 accumulations = pytest.mark.parametrize("M", [1, 3])
 models = pytest.mark.parametrize("model", [gpt, mlp])
@@ -66,7 +71,10 @@ def expected_elements(zero, stage, M):
     """{collective: elements} of the GPT (paper, section 7), each unit gathered twice and reduced once: 2, 2, M + 1, 3 M."""
     total = sum(unit.layout.elements for unit in zero.units.values())
     reductions = M if stage >= 2 or zero.comm.ordered else 1
-    return {"all_gather": (2 * M if stage == 3 else 1) * total, "reduce_scatter": reductions * total}
+    return {
+        "all_gather": (2 * M if stage == 3 else 1) * total,
+        "reduce_scatter": reductions * total,
+    }
 
 
 @cases
@@ -75,7 +83,9 @@ def expected_elements(zero, stage, M):
 def test_the_gpt_moves_the_papers_elements(comm, stage, M, reduction, precision):
     zero = one_step(gpt(), world_of(reduction), stage, M, precision)
     moved = zero.ledger["comm"]
-    assert {kind: moved[kind]["elements"] for kind in ("all_gather", "reduce_scatter")} == expected_elements(zero, stage, M)
+    assert {
+        kind: moved[kind]["elements"] for kind in ("all_gather", "reduce_scatter")
+    } == expected_elements(zero, stage, M)
     assert set(moved["other"].values()) == {0}
 
 
@@ -101,7 +111,9 @@ def test_the_mlp_moves_what_its_printed_schedule_says(comm, stage, M):
 @accumulations
 @models
 @pytest.mark.parametrize("stage", STAGES)
-def test_bytes_sent_without_padding_are_the_elements_over_all_ranks(comm, stage, model, M, reduction, precision):
+def test_bytes_sent_without_padding_are_the_elements_over_all_ranks(
+    comm, stage, model, M, reduction, precision
+):
     zero = one_step(model(), world_of(reduction), stage, M, precision)
     itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[precision]
     for kind in ("all_gather", "reduce_scatter"):
@@ -130,12 +142,17 @@ def test_the_ledger_counts_the_bytes_that_mpi_was_given(comm):
             handed[name] += count * size * (comm.size - 1)
         moved = zero.ledger["comm"]
         assert handed["Iallgather"] == moved["all_gather"]["bytes_sent"]
-        assert handed["Alltoall"] + handed["Reduce_scatter_block"] == moved["reduce_scatter"]["bytes_sent"]
+        assert (
+            handed["Alltoall"] + handed["Reduce_scatter_block"]
+            == moved["reduce_scatter"]["bytes_sent"]
+        )
 
 
 @cases
 @models
-def test_all_stages_reduce_a_unit_by_the_same_calls_with_the_same_counts(comm, model, reduction, precision):
+def test_all_stages_reduce_a_unit_by_the_same_calls_with_the_same_counts(
+    comm, model, reduction, precision
+):
     found = []
     for stage in STAGES:
         calls = one_step(model(), world_of(reduction), stage, 1, precision).comm.calls
@@ -149,7 +166,10 @@ def test_no_other_collective_carries_gradients(comm):
         for reduction in ("mpi", "ordered"):
             zero = one_step(gpt(), world_of(reduction), stage, 2)
             used = {name for name, _, _ in zero.comm.mpi.calls}
-            assert used == {"Iallgather", "Alltoall" if reduction == "ordered" else "Reduce_scatter_block"}
+            assert used == {
+                "Iallgather",
+                "Alltoall" if reduction == "ordered" else "Reduce_scatter_block",
+            }
 
 
 @pytest.mark.parametrize(("reduction", "precision"), CASES[:3])
@@ -158,12 +178,23 @@ def test_a_small_chunk_limit_changes_no_bit_and_no_volume(comm, reduction, preci
     for stage in STAGES:
         found, results = [], []
         for chunk_bytes in (16 << 20, 1000):
-            kind = type("Chunked", (ZeRO,), {"make_communicator": partial(Listening, chunk_bytes=chunk_bytes)})
-            zero = kind(gpt(layers=1), world_of(reduction), stage, adamw(), policy=Policy(precision))
+            kind = type(
+                "Chunked",
+                (ZeRO,),
+                {"make_communicator": partial(Listening, chunk_bytes=chunk_bytes)},
+            )
+            zero = kind(
+                gpt(layers=1), world_of(reduction), stage, adamw(), policy=Policy(precision)
+            )
             results.append(train(zero, accumulate=2, steps=2))
             moved = zero.ledger["comm"]
             calls = {name: entry.pop("calls") for name, entry in moved.items()}
-            found.append([(name, e["elements"], e["bytes_sent"], e["padding_bytes"]) for name, e in moved.items()])
+            found.append(
+                [
+                    (name, e["elements"], e["bytes_sent"], e["padding_bytes"])
+                    for name, e in moved.items()
+                ]
+            )
             assert (calls["reduce_scatter"] > 4 * len(zero.units)) == (chunk_bytes == 1000)
         assert found[0] == found[1]
         if reduction == "ordered":
@@ -188,7 +219,9 @@ def test_evaluation_is_booked_apart(comm):
     after = zero.ledger["comm"]
     sizes = {name: unit.layout.elements for name, unit in zero.units.items()}
     assert all(after[kind] == before[kind] for kind in before if kind != "other")
-    vectors = {unit: moved.elements for (kind, unit), moved in zero.ledger.moved.items() if kind == "other"}
+    vectors = {
+        unit: moved.elements for (kind, unit), moved in zero.ledger.moved.items() if kind == "other"
+    }
     assert vectors.pop("scalars") < 10
     assert vectors == sizes | {"outer": 2 * sizes["outer"]}  # which the embedding and the head need
 
@@ -209,8 +242,13 @@ def test_scalars_alone_are_booked_as_all_reduce(comm):
     found = []
     for model in (gpt(), gpt(layers=3)):
         zero = one_step(model, world_of("ordered"), 2, 3)
-        entry, pieces = zero.ledger["comm"]["all_reduce"], next(iter(zero.units.values())).layout.pieces
+        entry, pieces = (
+            zero.ledger["comm"]["all_reduce"],
+            next(iter(zero.units.values())).layout.pieces,
+        )
         found.append((entry["calls"], entry["elements"], entry["bytes_sent"]))
         assert entry["bytes_sent"] == (comm.size - 1) * entry["elements"] * 8
-        assert 0 < entry["elements"] - (3 + pieces) < 10  # losses, pieces of the norm, and what opens the step
+        assert (
+            0 < entry["elements"] - (3 + pieces) < 10
+        )  # losses, pieces of the norm, and what opens the step
     assert found[0] == found[1] and found[0][0] == 2

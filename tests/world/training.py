@@ -25,7 +25,17 @@ def mlp(layers=2):
 
 def adamw(**changed):
     """AdamW with everything on: warm-up, cosine, decay, and clipping that bites (the first norms are about 1)."""
-    return AdamW(**{"lr": 3e-3, "warmup": 2, "schedule": "cosine", "decay_steps": 5, "clip": 0.5, "eps": 1e-3} | changed)
+    return AdamW(
+        **{
+            "lr": 3e-3,
+            "warmup": 2,
+            "schedule": "cosine",
+            "decay_steps": 5,
+            "clip": 0.5,
+            "eps": 1e-3,
+        }
+        | changed
+    )
 
 
 def sgd(**changed):
@@ -47,7 +57,9 @@ def micro_batch(model, step, j, b=2, ragged=True):
 
 def share(model, step, world, accumulate, **options):
     """This rank's micro-batches of a step: j = m x size + rank."""
-    return [micro_batch(model, step, m * world.size + world.rank, **options) for m in range(accumulate)]
+    return [
+        micro_batch(model, step, m * world.size + world.rank, **options) for m in range(accumulate)
+    ]
 
 
 def everything(model, step, number, **options):
@@ -82,7 +94,10 @@ def run(model, world, stage, optimizer, accumulate=1, steps=3, policy=None, kind
 def assert_same_bits(one, other, what=""):
     """Two results of `train` are equal to the last bit."""
     for i, name in enumerate(("losses", "norms")):
-        assert [number.hex() for number in one[i]] == [number.hex() for number in other[i]], (what, name)
+        assert [number.hex() for number in one[i]] == [number.hex() for number in other[i]], (
+            what,
+            name,
+        )
     assert one[2].keys() == other[2].keys()
     for name, array in one[2].items():
         assert array.dtype == other[2][name].dtype, (what, name)
@@ -99,17 +114,26 @@ class Plain:
     def __init__(self, model, optimizer, seed=0, precision="float32"):
         self.model, self.optimizer, self.recipe = model, optimizer, RECIPES[precision]
         wide = self.recipe.master
-        self.layouts = {unit: Layout(unit, spec.prefix, spec.shapes, shards=1) for unit, spec in units(model).items()}
+        self.layouts = {
+            unit: Layout(unit, spec.prefix, spec.shapes, shards=1)
+            for unit, spec in units(model).items()
+        }
         self.masters = self._vectors(plain_weights(model, seed, wide))
-        self.moments = {u: {n: np.zeros_like(v) for n in optimizer.moments} for u, v in self.masters.items()}
+        self.moments = {
+            u: {n: np.zeros_like(v) for n in optimizer.moments} for u, v in self.masters.items()
+        }
         self.scaler = Policy(precision).scaler()
         self.updates, self.norm = 0, None
 
     def step(self, micro_batches):
         """The mean loss before the update."""
         if self.recipe.own_master:
-            weights = {unit: self.layouts[unit].views(vector) for unit, vector in self.masters.items()}
-            return plain_step(self.model, weights, micro_batches, lambda w, dw: self._update(self._vectors(dw)))
+            weights = {
+                unit: self.layouts[unit].views(vector) for unit, vector in self.masters.items()
+            }
+            return plain_step(
+                self.model, weights, micro_batches, lambda w, dw: self._update(self._vectors(dw))
+            )
         narrow = self.recipe.parameter
         rounded = {u: v.astype(narrow).astype(self.recipe.compute) for u, v in self.masters.items()}
         weights = {unit: self.layouts[unit].views(vector) for unit, vector in rounded.items()}
@@ -117,7 +141,9 @@ class Plain:
         sums, losses = {unit: np.zeros_like(vector) for unit, vector in self.masters.items()}, 0.0
         for batch in micro_batches:
             partial = zeros_like(weights)
-            losses += forward_backward(self.model, weights, partial, batch, counted / self.scaler.scale)
+            losses += forward_backward(
+                self.model, weights, partial, batch, counted / self.scaler.scale
+            )
             for unit, vector in self._vectors(partial).items():
                 sums[unit] += narrowed(vector, narrow)
         self._update({unit: narrowed(vector, narrow) for unit, vector in sums.items()})
@@ -150,7 +176,10 @@ class Plain:
     def _update(self, gradients):
         pieces = [0.0] * 24
         for vector in gradients.values():
-            pieces = [so_far + sum_of_squares(piece) for so_far, piece in zip(pieces, np.split(vector, 24), strict=True)]
+            pieces = [
+                so_far + sum_of_squares(piece)
+                for so_far, piece in zip(pieces, np.split(vector, 24), strict=True)
+            ]
         squares = 0.0
         for piece in pieces:
             squares += piece
@@ -161,9 +190,14 @@ class Plain:
             return
         self.updates += 1
         for unit, layout in self.layouts.items():
-            decayed = [(a, b, len(layout.shapes[name]) >= 2) for name, a, b in layout.spans(slice(0, layout.padded))]
+            decayed = [
+                (a, b, len(layout.shapes[name]) >= 2)
+                for name, a, b in layout.spans(slice(0, layout.padded))
+            ]
             owned = Slice(self.masters[unit], gradients[unit], self.moments[unit], decayed)
-            self.optimizer.update(owned, self.updates, self.optimizer.clip_factor(self.norm) / scale)
+            self.optimizer.update(
+                owned, self.updates, self.optimizer.clip_factor(self.norm) / scale
+            )
 
 
 def narrowed(vector, dtype):

@@ -36,12 +36,26 @@ def stage_rows(report):
     for kind, name in (("all_gather", "all-gather"), ("reduce_scatter", "reduce-scatter")):
         for what in ("elements", "bytes_sent"):
             label = f"{name} {what.replace('_', ' ')}"
-            lines += _pair(report, label, lambda row, kind=kind, what=what: row["moved"][kind][what], "formula")
+            lines += _pair(
+                report, label, lambda row, kind=kind, what=what: row["moved"][kind][what], "formula"
+            )
     lines.append(("array memory, bytes", None))
-    for kind, name in (("full", "gathered vectors"), ("work", "work buffers"), ("activations", "saved activations")):
+    for kind, name in (
+        ("full", "gathered vectors"),
+        ("work", "work buffers"),
+        ("activations", "saved activations"),
+    ):
         lines += _pair(report, name, lambda row, kind=kind: row["arrays"][kind], "planned")
-    lines += _pair(report, "peak of all arrays", lambda row: row["arrays"]["peak"], "planned", exact=False)
-    lines.append(_line(report, "  of which temporaries", lambda row: figures(row["arrays"]["temporaries"]["measured"])))
+    lines += _pair(
+        report, "peak of all arrays", lambda row: row["arrays"]["peak"], "planned", exact=False
+    )
+    lines.append(
+        _line(
+            report,
+            "  of which temporaries",
+            lambda row: figures(row["arrays"]["temporaries"]["measured"]),
+        )
+    )
     lines.append(_line(report, "  the peak falls in", lambda row: row["peak_at"]))
     lines.append(_line(report, "process, at peak", lambda row: figures(row["resident_peak"])))
     return lines + _speed_rows(report)
@@ -59,10 +73,14 @@ def _speed_rows(report):
         of("model FLOPs/s per rank", lambda row: f"{row['flops_per_s'] / 1e9:,.2f} G"),
     ]
     if report["peak_flops"]:
-        lines.append(of("utilisation", lambda row: f"{row['flops_per_s'] / report['peak_flops']:.1%}"))
+        lines.append(
+            of("utilisation", lambda row: f"{row['flops_per_s'] / report['peak_flops']:.1%}")
+        )
     for kind, name in (("all_gather", "all-gather"), ("reduce_scatter", "reduce-scatter")):
         lines.append(of(f"{name}: skew", lambda row, kind=kind: spread(row["skew_s"][kind])))
-        lines.append(of(f"{name}: in flight", lambda row, kind=kind: spread(row["in_flight_s"][kind])))
+        lines.append(
+            of(f"{name}: in flight", lambda row, kind=kind: spread(row["in_flight_s"][kind]))
+        )
     lines.append(of("final loss", lambda row: f"{row['loss']:.6f}"))
     return lines
 
@@ -71,9 +89,15 @@ def stage_table(report):
     """The table, and below it what the signs mean and why a stage failed."""
     rows = [("", *(f"stage {row['stage']}" for row in report["stages"]))]
     for label, cells in stage_rows(report):
-        rows.append((label, *(cells or [""] * len(report["stages"]))) if cells is None else (f"  {label}", *cells))
+        rows.append(
+            (label, *(cells or [""] * len(report["stages"])))
+            if cells is None
+            else (f"  {label}", *cells)
+        )
     notes = [table(rows), NOTES]
-    notes += [f"stage {row['stage']} failed: {row['error']}" for row in report["stages"] if "error" in row]
+    notes += [
+        f"stage {row['stage']} failed: {row['error']}" for row in report["stages"] if "error" in row
+    ]
     return "\n".join(notes)
 
 

@@ -115,7 +115,9 @@ class Counted(np.lib.mixins.NDArrayOperatorsMixin):
         if not arrays:
             return self._view(self._like()[index].shape)
         if len(arrays) != len(parts):
-            raise TypeError("counted arrays: an index is made of slices and numbers, or of arrays only")
+            raise TypeError(
+                "counted arrays: an index is made of slices and numbers, or of arrays only"
+            )
         return self.new(np.broadcast_shapes(*arrays) + self.shape[len(arrays) :])
 
     def __setitem__(self, index, value):
@@ -135,14 +137,19 @@ class Counted(np.lib.mixins.NDArrayOperatorsMixin):
         pass
 
     def sum(self, axis=None, keepdims=False, dtype=None):
-        return self.new(self._reduced(axis, keepdims), dtype or (np.int64 if self.dtype.kind in "bi" else self.dtype))
+        return self.new(
+            self._reduced(axis, keepdims),
+            dtype or (np.int64 if self.dtype.kind in "bi" else self.dtype),
+        )
 
     def max(self, axis=None, keepdims=False):
         return self.new(self._reduced(axis, keepdims))
 
     def _reduced(self, axis, keepdims):
         gone = range(self.ndim) if axis is None else [axis % self.ndim]
-        kept = [1 if i in gone else n for i, n in enumerate(self.shape) if keepdims or i not in gone]
+        kept = [
+            1 if i in gone else n for i, n in enumerate(self.shape) if keepdims or i not in gone
+        ]
         return tuple(kept)
 
     # -- NumPy's functions ----------------------------------------------------------------------------------------
@@ -181,7 +188,11 @@ def _product(meter, a, b):
 def _common_type(*values):
     """The type of what is computed of arrays and numbers."""
     types = [x.dtype if isinstance(x, Counted) else x for x in values]
-    if values[0].__class__ is Counted and types[0].kind == "f" and all(x is types[0] or isinstance(x, float) for x in types):
+    if (
+        values[0].__class__ is Counted
+        and types[0].kind == "f"
+        and all(x is types[0] or isinstance(x, float) for x in types)
+    ):
         return types[0]
     return np.result_type(*types)
 
@@ -202,7 +213,11 @@ _FUNCTIONS = {
     np.count_nonzero: lambda _, x: x.size if x.value else 0,
     np.flatnonzero: lambda _, x: x.new((x.size,), np.int64),
     np.shape: lambda _, x: x.shape,
-    np.split: lambda _, x, parts: [x[i * len(x) // parts : (i + 1) * len(x) // parts] for i in range(parts)],
+    np.split: lambda _, x, parts: [
+        x[i * len(x) // parts : (i + 1) * len(x) // parts] for i in range(parts)
+    ],
     np.sum: lambda _, x, axis=None: x.sum(axis),
-    np.where: lambda like, c, a, b: like.new(np.broadcast_shapes(*map(np.shape, (c, a, b))), _common_type(a, b)),
+    np.where: lambda like, c, a, b: like.new(
+        np.broadcast_shapes(*map(np.shape, (c, a, b))), _common_type(a, b)
+    ),
 }

@@ -62,7 +62,9 @@ class CountedUnit(WatchedUnit):
     """A unit whose sums of squares are not waited for."""
 
     def squares(self):
-        block = min(self.layout.shard_length // self.layout.pieces, BLOCK)  # not fewer than are squared at once
+        block = min(
+            self.layout.shard_length // self.layout.pieces, BLOCK
+        )  # not fewer than are squared at once
         return [sum_of_squares(self.summed[:block])] * self.layout.pieces
 
 
@@ -76,7 +78,9 @@ class FirstBlock:
     def update(self, owned, t, factor):
         moments = {name: vector[:BLOCK] for name, vector in owned.moments.items()}
         decayed = [(a, min(b, BLOCK), decays) for a, b, decays in owned.decayed if a < BLOCK]
-        self._optimizer.update(Slice(owned.master[:BLOCK], owned.gradient[:BLOCK], moments, decayed), t, factor)
+        self._optimizer.update(
+            Slice(owned.master[:BLOCK], owned.gradient[:BLOCK], moments, decayed), t, factor
+        )
 
 
 class DryRun(WatchedZeRO):
@@ -116,7 +120,9 @@ class CountedModel:
         self.layers = [Remembered(layer, memo) for layer in model.layers]
 
     def loss(self, y, targets, divisor):
-        return self._memo("loss", lambda y, targets: self._model.loss(y, targets, divisor), y, targets)
+        return self._memo(
+            "loss", lambda y, targets: self._model.loss(y, targets, divisor), y, targets
+        )
 
     def batch(self, micro_batch):
         """The shapes of a micro-batch's inputs and targets."""
@@ -129,8 +135,14 @@ class Remembered(Layer):
 
     def __init__(self, layer, memo):
         self._layer, self._memo = layer, memo
-        self.name, self.unit, self.backward_needs_weights = layer.name, layer.unit, layer.backward_needs_weights
-        sizes = sorted((name, value) for name, value in vars(layer).items() if isinstance(value, int))
+        self.name, self.unit, self.backward_needs_weights = (
+            layer.name,
+            layer.unit,
+            layer.backward_needs_weights,
+        )
+        sizes = sorted(
+            (name, value) for name, value in vars(layer).items() if isinstance(value, int)
+        )
         self._key = type(layer), repr(layer.shapes()), tuple(sizes)
 
     def shapes(self):
@@ -140,7 +152,12 @@ class Remembered(Layer):
         return self._memo((self._key, "forward"), lambda x: self._layer.forward(w, x), x)
 
     def backward(self, w, dw, saved, dy):
-        return self._memo((self._key, "backward"), lambda saved, dy: self._layer.backward(w, dw, saved, dy), saved, dy)
+        return self._memo(
+            (self._key, "backward"),
+            lambda saved, dy: self._layer.backward(w, dw, saved, dy),
+            saved,
+            dy,
+        )
 
 
 class Memo:
@@ -190,7 +207,9 @@ def _pattern(value, bases):
     found = [i for i, base in enumerate(bases) if base is value.base]
     if not found:
         bases.append(value.base)
-    return Leaf(found[0] if found else len(bases) - 1, value.base.shape, value.base.dtype, value.shape)
+    return Leaf(
+        found[0] if found else len(bases) - 1, value.base.shape, value.base.dtype, value.shape
+    )
 
 
 class Leaf:
@@ -209,4 +228,8 @@ def _rebuilt(pattern, bases, meter):
     if pattern.base == len(bases):
         bases.append(Counted(pattern.base_shape, pattern.dtype, meter))
     base = bases[pattern.base]
-    return base if pattern.shape == base.shape else Counted(pattern.shape, base.dtype, meter, root=base)
+    return (
+        base
+        if pattern.shape == base.shape
+        else Counted(pattern.shape, base.dtype, meter, root=base)
+    )

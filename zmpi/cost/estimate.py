@@ -90,7 +90,9 @@ def largest(bytes_of, memory):
             fits = tried
         else:
             too_many = tried
-        first, last = sorted(known)[:: len(known) - 1]  # memory is nearly a straight line: aim along it
+        first, last = sorted(known)[
+            :: len(known) - 1
+        ]  # memory is nearly a straight line: aim along it
         slope = (known[last] - known[first]) / (last - first) or 1
         aim = fits + int((memory - known[fits]) / slope)
         tried = max(fits + 1, min(aim if aim > fits else fits + 1, too_many - 1))
@@ -117,9 +119,15 @@ def speed_of(report, name):
     """The Speed that a bench's JSON measured: the median over its stages. Raises ValueError where it holds none."""
     rows = [row for row in report.get("stages", []) if "error" not in row]
     flops = sorted(row["flops"] / (row["step_s"] - row["blocked_s"]) for row in rows)
-    sent = sorted(row["bytes_sent"] / row["blocked_s"] for row in rows if row["bytes_sent"] and row["blocked_s"])
+    sent = sorted(
+        row["bytes_sent"] / row["blocked_s"]
+        for row in rows
+        if row["bytes_sent"] and row["blocked_s"]
+    )
     if not flops or not sent:
-        raise ValueError(f"{name}: expected the JSON of a bench on at least 2 ranks with a stage that did not fail")
+        raise ValueError(
+            f"{name}: expected the JSON of a bench on at least 2 ranks with a stage that did not fail"
+        )
     return Speed(flops[len(flops) // 2], sent[len(sent) // 2])
 
 
@@ -134,7 +142,15 @@ def ranks_that_pay(setting, stage, speed):
     def messages_win(ranks):
         each = max(1, batch // ranks)
         micro_batch = min(setting.micro_batch, each)
-        part = Setting(setting.build, ranks, setting.policy, micro_batch, each // micro_batch, setting.reduction, setting.memo)
+        part = Setting(
+            setting.build,
+            ranks,
+            setting.policy,
+            micro_batch,
+            each // micro_batch,
+            setting.reduction,
+            setting.memo,
+        )
         walk = part.walk(stage)
         return speed.comm_s(walk) >= speed.compute_s(walk)
 

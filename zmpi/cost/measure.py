@@ -47,7 +47,12 @@ class Trial:
         """The same as the planner takes it."""
         ranks, reduction = world.size, world.reduction_for(self.policy.recipe)
         return Setting(
-            lambda _: self.build(), ranks, policy or self.policy, self.batches.micro_batch, self.accumulate, reduction
+            lambda _: self.build(),
+            ranks,
+            policy or self.policy,
+            self.batches.micro_batch,
+            self.accumulate,
+            reduction,
         )
 
 
@@ -70,7 +75,9 @@ def measure_stage(trial, world, stage, lanes=False):
     except Agreed as error:
         return {"stage": stage, "error": str(error)}
     policy = Policy(trial.policy.precision, trial.policy.prefetch)
-    row["flops"] = trial.setting(world, policy).walk(stage).flops  # recomputation is no work of the model's
+    row["flops"] = (
+        trial.setting(world, policy).walk(stage).flops
+    )  # recomputation is no work of the model's
     row["flops_per_s"] = row["flops"] / row["step_s"]
     return row
 
@@ -84,7 +91,9 @@ def available_bytes():
     """Memory that a rank may still take, if all ranks of its node take as much; None where the system does not say."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
-            free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+            free = next(
+                int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")
+            )
     except (OSError, StopIteration):
         return None
     return free // ranks_on_this_node(os.environ)
@@ -110,7 +119,9 @@ def _timed(trial, world, stage):
         if step >= trial.warm_up:
             times.append(perf_counter() - began)
             blocked.append(sum(kind["blocked_s"] for kind in zero.ledger["comm"].values()))
-        if not zero.last.skipped or step == 0:  # a step that is skipped (float16) updates and so gathers nothing
+        if (
+            not zero.last.skipped or step == 0
+        ):  # a step that is skipped (float16) updates and so gathers nothing
             comm, units = zero.ledger["comm"], _by_unit(zero.ledger.moved)
         memory |= Counter(zero.ledger["memory"])  # the highest of each
     step_s = median(times)
@@ -119,7 +130,9 @@ def _timed(trial, world, stage):
     sizes = {name: unit.layout.elements for name, unit in zero.units.items()}
     padded = {name: unit.layout.padded for name, unit in zero.units.items()}
     recipe, ranks = trial.policy.recipe, zero.comm.shards
-    owned = state_bytes(STAGES[stage], sum(padded.values()), ranks, recipe, len(trial.optimizer.moments))
+    owned = state_bytes(
+        STAGES[stage], sum(padded.values()), ranks, recipe, len(trial.optimizer.moments)
+    )
     return {
         "step_s": step_s,
         "all_step_s": times,
@@ -148,14 +161,19 @@ def _volumes(zero, booked, sizes, padded):
         found[kind] = {
             "calls": booked[kind]["calls"],
             "elements": {"formula": elements[kind], "measured": booked[kind]["elements"]},
-            "bytes_sent": {"formula": flat[kind] * (ranks - 1) // ranks * itemsize, "measured": booked[kind]["bytes_sent"]},
+            "bytes_sent": {
+                "formula": flat[kind] * (ranks - 1) // ranks * itemsize,
+                "measured": booked[kind]["bytes_sent"],
+            },
         }
     return found
 
 
 def _by_unit(moved):
     """[{"collective", "unit", and its amounts}, ...] of the last step."""
-    return [{"collective": kind, "unit": unit, **vars(entry)} for (kind, unit), entry in moved.items()]
+    return [
+        {"collective": kind, "unit": unit, **vars(entry)} for (kind, unit), entry in moved.items()
+    ]
 
 
 def _memory(trial, world, stage, walk):
@@ -172,7 +190,10 @@ def _memory(trial, world, stage, walk):
         "temporaries": (walk.at_peak["temporaries"], highest.temporaries),
         "peak": (walk.peak, highest.total),
     }
-    both = {kind: {"planned": everyone(world, a), "measured": everyone(world, b)} for kind, (a, b) in found.items()}
+    both = {
+        kind: {"planned": everyone(world, a), "measured": everyone(world, b)}
+        for kind, (a, b) in found.items()
+    }
     return {
         "arrays": both,
         "peak_at": f"{highest.verb} {highest.name}",

@@ -33,15 +33,18 @@ def write_report(folder, axis, reports):
         place = f"{point_of(axis, report)}" if axis else "Stages"
         parts.append(f"<h2>{escape(place)}</h2>\n<pre>{escape(heading(report))}</pre>")
         parts += [
-            f'<p class="failed">stage {r["stage"]} failed: {escape(r["error"])}</p>' for r in report["stages"] if "error" in r
+            f'<p class="failed">stage {r["stage"]} failed: {escape(r["error"])}</p>'
+            for r in report["stages"]
+            if "error" in r
         ]
         suffix = f"-{i}" if axis else ""
-        parts += [_figure(folder, name + suffix, caption, figure) for name, caption, figure in pictures(report)]
+        parts += [
+            _figure(folder, name + suffix, caption, figure)
+            for name, caption, figure in pictures(report)
+        ]
         parts += [_stages(report), f"<p>{escape(NOTES)}</p>", _units(report)]
     body = "\n".join(parts)
-    page = (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>zmpi bench</title><style>{STYLE}</style></head>\n'
-    )
+    page = f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>zmpi bench</title><style>{STYLE}</style></head>\n'
     page += f"<body><h1>What each ZeRO stage costs here</h1>\n{body}\n</body></html>\n"
     (folder / "index.html").write_text(page, encoding="utf-8")
 
@@ -64,7 +67,9 @@ def _stages(report):
     rows = []
     for label, cells in stage_rows(report):
         if cells is None:
-            rows.append(f'<tr class="headline"><td colspan="{len(head) + 1}">{escape(label)}</td></tr>')
+            rows.append(
+                f'<tr class="headline"><td colspan="{len(head) + 1}">{escape(label)}</td></tr>'
+            )
         else:
             rows.append(_row([label, *cells], "below" if label.startswith(" ") else ""))
     return _table(["", *head], rows)
@@ -75,17 +80,40 @@ def _units(report):
     rows = []
     for row in report["stages"]:
         for entry in row.get("units", []):
-            amounts = [f"{entry[name]:,}" for name in ("calls", "elements", "bytes_sent", "padding_bytes")]
+            amounts = [
+                f"{entry[name]:,}" for name in ("calls", "elements", "bytes_sent", "padding_bytes")
+            ]
             rows.append(
-                _row([f"stage {row['stage']}", entry["collective"], entry["unit"], *amounts, seconds(entry["blocked_s"])])
+                _row(
+                    [
+                        f"stage {row['stage']}",
+                        entry["collective"],
+                        entry["unit"],
+                        *amounts,
+                        seconds(entry["blocked_s"]),
+                    ]
+                )
             )
-    head = ["", "collective", "unit", "calls", "elements", "bytes sent", "of which padding", "blocked"]
+    head = [
+        "",
+        "collective",
+        "unit",
+        "calls",
+        "elements",
+        "bytes sent",
+        "of which padding",
+        "blocked",
+    ]
     return "<h3>Messages of each unit in the last step, rank 0</h3>\n" + _table(head, rows)
 
 
 def _table(head, rows):
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
-    return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>\n' + "\n".join(rows) + "\n</tbody></table></div>"
+    return (
+        f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>\n'
+        + "\n".join(rows)
+        + "\n</tbody></table></div>"
+    )
 
 
 def _row(cells, kind=""):

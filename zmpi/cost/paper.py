@@ -73,12 +73,19 @@ their figure and its share of the theory. The rest of the memory held activation
 
 
 def _table_1():
-    rows = [("ranks", *(f"{size} {stage}" for size in TABLE_1 for stage in ("P_os", "P_os+g", "P_os+g+p")))]
+    rows = [
+        (
+            "ranks",
+            *(f"{size} {stage}" for size in TABLE_1 for stage in ("P_os", "P_os+g", "P_os+g+p")),
+        )
+    ]
     for i, ranks in enumerate(RANKS):
         cells = []
         for size, printed in TABLE_1.items():
             for stage, cell in zip(STAGES[1:], printed[i], strict=True):
-                cells.append(f"{cell} | {with_decimals_of(cell, state_gb(stage, SIZES[size], ranks))}")
+                cells.append(
+                    f"{cell} | {with_decimals_of(cell, state_gb(stage, SIZES[size], ranks))}"
+                )
         rows.append((str(ranks), *cells))
     return table(rows)
 
@@ -86,9 +93,17 @@ def _table_1():
 def _table_2():
     rows = [("MP", "GPUs", "DP", "P_os", "P_os+g", "P_os+g+p", "measured DP", "measured P_os")]
     for degree, printed in TABLE_2.items():
-        theory = [largest_model(stage, TABLE_2_RANKS, TABLE_2_BYTES) * degree / 1e9 for stage in STAGES]
-        cells = [f"{cell} | {with_decimals_of(cell, own)}" for cell, own in zip(printed[:4], theory, strict=True)]
-        ratios = [f"{cell} = {float(cell) / own:.0%}" for cell, own in zip(printed[4:], theory[:2], strict=True)]
+        theory = [
+            largest_model(stage, TABLE_2_RANKS, TABLE_2_BYTES) * degree / 1e9 for stage in STAGES
+        ]
+        cells = [
+            f"{cell} | {with_decimals_of(cell, own)}"
+            for cell, own in zip(printed[:4], theory, strict=True)
+        ]
+        ratios = [
+            f"{cell} = {float(cell) / own:.0%}"
+            for cell, own in zip(printed[4:], theory[:2], strict=True)
+        ]
         rows.append((str(degree), str(degree * TABLE_2_RANKS), *cells, *ratios))
     return table(rows)
 

@@ -49,20 +49,34 @@ def pictures(report):
         return []
     ranks = f"{report['size']} rank{'s' if report['size'] > 1 else ''}"
     return [
-        ("state", f"State per rank at each stage, on {ranks}: the formula, and what was measured.", _state(rows)),
+        (
+            "state",
+            f"State per rank at each stage, on {ranks}: the formula, and what was measured.",
+            _state(rows),
+        ),
         (
             "memory",
             "All array memory of rank 0 over one step: what is gathered and freed makes the teeth of the saw.",
             _memory(rows),
         ),
-        ("throughput", f"Tokens per second, all {ranks} together, in the median step.", _throughput(rows)),
-        ("blocked", "Share of a step in which a rank is blocked in communication: a dot for each rank.", _blocked(rows)),
+        (
+            "throughput",
+            f"Tokens per second, all {ranks} together, in the median step.",
+            _throughput(rows),
+        ),
+        (
+            "blocked",
+            "Share of a step in which a rank is blocked in communication: a dot for each rank.",
+            _blocked(rows),
+        ),
         ("lanes", LANES, _lanes(rows)),
     ]
 
 
 def _axes(rows=1, columns=1, width=8.0, height=4.2, **options):
-    figure, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **options)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(width, height), layout="constrained", **options
+    )
     for one in figure.axes:
         one.spines[["top", "right"]].set_visible(False)
         one.set_axisbelow(True)
@@ -78,14 +92,25 @@ def _legend(figure, colours):
 def _state(rows):
     figure, axes = _axes()
     kinds = {kind: KINDS[kind] for kind in ("parameters", "gradients", "optimizer")}
-    divisor, name = unit_for(max(sum(kind["formula"] for kind in row["state"].values()) for row in rows))
+    divisor, name = unit_for(
+        max(sum(kind["formula"] for kind in row["state"].values()) for row in rows)
+    )
     for i, row in enumerate(rows):
         for place, source, hatch in ((-0.2, "formula", "//"), (0.2, "measured", "")):
             bottom = 0.0
             for kind, colour in kinds.items():
                 value = row["state"][kind][source]
                 height = (max(value) if isinstance(value, list) else value) / divisor
-                axes.bar(i + place, height, 0.36, bottom, color=colour, edgecolor="white", hatch=hatch, linewidth=0.5)
+                axes.bar(
+                    i + place,
+                    height,
+                    0.36,
+                    bottom,
+                    color=colour,
+                    edgecolor="white",
+                    hatch=hatch,
+                    linewidth=0.5,
+                )
                 bottom += height
             axes.text(i + place, bottom, f"{bottom:.3g}", ha="center", va="bottom", fontsize=8)
     axes.set_xticks(range(len(rows)), [f"stage {row['stage']}\nformula | measured" for row in rows])
@@ -98,7 +123,12 @@ def _state(rows):
 def _memory(rows):
     columns = min(2, len(rows))
     figure, axes = _axes(
-        -(-len(rows) // columns), columns, 10, 3.0 * -(-len(rows) // columns) + 0.6, sharey=True, squeeze=False
+        -(-len(rows) // columns),
+        columns,
+        10,
+        3.0 * -(-len(rows) // columns) + 0.6,
+        sharey=True,
+        squeeze=False,
     )
     divisor, name = unit_for(max(moment["total"] for row in rows for moment in row["moments"]))
     for one, row in zip(axes.flat, rows, strict=False):
@@ -112,7 +142,11 @@ def _memory(rows):
             (peak, top),
             (0, 8),
             textcoords="offset points",
-            ha="center" if 0.3 < peak / len(moments) < 0.7 else "left" if peak / len(moments) <= 0.3 else "right",
+            ha="center"
+            if 0.3 < peak / len(moments) < 0.7
+            else "left"
+            if peak / len(moments) <= 0.3
+            else "right",
             fontsize=8,
             arrowprops={"arrowstyle": "-", "linewidth": 0.6},
         )
@@ -131,7 +165,14 @@ def _throughput(rows):
     figure, axes = _axes(height=3.4)
     for i, row in enumerate(rows):
         axes.bar(i, row["tokens_per_s"], 0.6, color=STAGE_COLOURS[row["stage"]])
-        axes.text(i, row["tokens_per_s"], f"{row['tokens_per_s']:,.0f}", ha="center", va="bottom", fontsize=9)
+        axes.text(
+            i,
+            row["tokens_per_s"],
+            f"{row['tokens_per_s']:,.0f}",
+            ha="center",
+            va="bottom",
+            fontsize=9,
+        )
     axes.set_xticks(range(len(rows)), [f"stage {row['stage']}" for row in rows])
     axes.set_ylabel("tokens per second")
     axes.margins(y=0.12)
@@ -159,7 +200,10 @@ def _lanes(rows):
         for rank, lane in enumerate(row["lanes"]):
             for verb, colour in VERBS.items():
                 done = [event for event in lane if event["verb"] == verb]
-                spans = [((event["start"] - first) * 1e3, (event["end"] - event["start"]) * 1e3) for event in done]
+                spans = [
+                    ((event["start"] - first) * 1e3, (event["end"] - event["start"]) * 1e3)
+                    for event in done
+                ]
                 one.broken_barh(spans, (rank - 0.4, 0.8), facecolors=colour, linewidth=0)
         one.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
         one.set_ylim(ranks - 0.5, -0.5)
@@ -174,19 +218,38 @@ def sweep_picture(axis, reports):
     """Throughput, blocked share and array peak along the axis, a line for each stage."""
     figure, axes = _axes(1, 3, 11, 3.6)
     at = [int(point_of(axis, report).split()[1]) for report in reports]
-    peaks = [max(row["arrays"]["peak"]["measured"]) for report in reports for row in report["stages"] if "error" not in row]
+    peaks = [
+        max(row["arrays"]["peak"]["measured"])
+        for report in reports
+        for row in report["stages"]
+        if "error" not in row
+    ]
     divisor, name = unit_for(max(peaks, default=1))
     quantities = (
         ("tokens per second", lambda row: row["tokens_per_s"]),
-        ("blocked (% of a step)", lambda row: 100 * sum(row["blocked_share"]) / len(row["blocked_share"])),
-        (f"peak of arrays per rank ({name})", lambda row: max(row["arrays"]["peak"]["measured"]) / divisor),
+        (
+            "blocked (% of a step)",
+            lambda row: 100 * sum(row["blocked_share"]) / len(row["blocked_share"]),
+        ),
+        (
+            f"peak of arrays per rank ({name})",
+            lambda row: max(row["arrays"]["peak"]["measured"]) / divisor,
+        ),
     )
     stages = [row["stage"] for row in reports[0]["stages"]]
     for one, (label, of) in zip(axes, quantities, strict=True):
         for i, stage in enumerate(stages):
-            points = [(x, of(r["stages"][i])) for x, r in zip(at, reports, strict=True) if "error" not in r["stages"][i]]
+            points = [
+                (x, of(r["stages"][i]))
+                for x, r in zip(at, reports, strict=True)
+                if "error" not in r["stages"][i]
+            ]
             one.plot(*zip(*points, strict=True), marker="o", color=STAGE_COLOURS[stage])
-        one.set_xlabel({"ranks": "ranks", "batch": "sequences per micro-batch", "width": "width (channels)"}[axis])
+        one.set_xlabel(
+            {"ranks": "ranks", "batch": "sequences per micro-batch", "width": "width (channels)"}[
+                axis
+            ]
+        )
         one.set_xticks(at)
         one.set_ylabel(label)
         one.margins(y=0.1)

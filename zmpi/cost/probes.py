@@ -45,8 +45,12 @@ class ProbedCommunicator(Communicator):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.skew_s = Counter()  # (kind, unit) -> seconds waited for the slowest rank before the collective began
-        self.in_flight_s = Counter()  # (kind, unit) -> seconds from its start to its end, as the caller saw them
+        self.skew_s = (
+            Counter()
+        )  # (kind, unit) -> seconds waited for the slowest rank before the collective began
+        self.in_flight_s = (
+            Counter()
+        )  # (kind, unit) -> seconds from its start to its end, as the caller saw them
 
     def all_gather(self, layout, shard, full):
         self._meet("all_gather", layout)
@@ -103,6 +107,8 @@ class PeakResident:
         """Bytes, since the last reset where `exact`."""
         try:
             with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-                return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
+                return next(
+                    int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM")
+                )
         except (OSError, StopIteration):
             return peak_resident_bytes()

@@ -89,7 +89,11 @@ class WatchedZeRO(ZeRO):
 
 def watched(engine, ledger):
     """The engine class, a ZeRO or one with other parts, as it looks to those who watch: `ledger()` makes its Watch."""
-    unit = WatchedUnit if engine.make_unit is Unit else type("WatchedUnit", (WatchedUnit, engine.make_unit), {})
+    unit = (
+        WatchedUnit
+        if engine.make_unit is Unit
+        else type("WatchedUnit", (WatchedUnit, engine.make_unit), {})
+    )
     parts = {"make_ledger": staticmethod(ledger), "make_unit": unit}
     return type(f"Watched{engine.__name__}", (WatchedZeRO, engine), parts)
 
@@ -113,7 +117,11 @@ class Moment:
         """{"parameters", "gradients", "optimizer", "full", "work", "activations", "temporaries", "total"}."""
         owned = {kind: self.tracked.get(kind, 0) for kind in OWNED}
         work = sum(self.tracked.get(kind, 0) for kind in WORK)
-        rest = {"activations": self.activations, "temporaries": self.temporaries, "total": self.total}
+        rest = {
+            "activations": self.activations,
+            "temporaries": self.temporaries,
+            "total": self.total,
+        }
         return {**owned, "full": self.tracked.get("full", 0), "work": work, **rest}
 
 

@@ -34,11 +34,17 @@ def same_on_all_ranks(world, settings):
     for name, told in everyone[0].items():
         for rank, others in enumerate(everyone):
             if others[name] != told:
-                raise UsageError(f"{name}: {told} on rank 0, {others[name]} on rank {rank}: all ranks need the same")
+                raise UsageError(
+                    f"{name}: {told} on rank 0, {others[name]} on rank {rank}: all ranks need the same"
+                )
 
 
 def _told(setting):
     """A setting in words that are the same for the same setting; a long one by its checksum."""
     plain = isinstance(setting, (Number, str, dict)) or is_dataclass(setting)
     words = str(setting) if plain else type(setting).__name__
-    return words if len(words) <= LONG else f"one of SHA-256 {hashlib.sha256(words.encode()).hexdigest()[:12]}"
+    return (
+        words
+        if len(words) <= LONG
+        else f"one of SHA-256 {hashlib.sha256(words.encode()).hexdigest()[:12]}"
+    )

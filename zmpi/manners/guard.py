@@ -70,7 +70,9 @@ class Guard:
     def __init__(self, comm, abort, finalized, multiple: bool):
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.program = "zmpi"  # opens every line
-        self.line_start = ""  # printed before a message; "\n" while a progress bar stands in the last line
+        self.line_start = (
+            ""  # printed before a message; "\n" while a progress bar stands in the last line
+        )
         self.timeout = 300.0  # seconds
         self.stop_requested = 0  # signal number, see finish_on_signal
         self._comm, self._abort, self._finalized, self._multiple = comm, abort, finalized, multiple
@@ -84,7 +86,11 @@ class Guard:
         self._answers = {}  # rank: (waits entered, what it is doing)
         self._sent = []  # requests: they hold their messages, which are few and so short that MPI sends them at once
         self._told = 0  # the wait for which an exited rank was told that this one stands
-        self._all_gone, self._stop, self._ending = threading.Event(), threading.Event(), threading.Lock()
+        self._all_gone, self._stop, self._ending = (
+            threading.Event(),
+            threading.Event(),
+            threading.Lock(),
+        )
         self._finish = self._closed = False
         self._hooks, self._thread = Hooks(), None
         self._hooks.take_exits(self.close)
@@ -102,7 +108,11 @@ class Guard:
 
     def __exit__(self, kind, error, trace):
         count, name, _ = self._state
-        self._state = (count - (kind is not None), name, 0.0)  # who leaves by an exception has not taken part
+        self._state = (
+            count - (kind is not None),
+            name,
+            0.0,
+        )  # who leaves by an exception has not taken part
 
     def meet(self, timeout: float) -> "Guard":
         """Wait for all ranks, the first time; every World() calls it. `timeout` (seconds) holds from now on."""
@@ -112,9 +122,15 @@ class Guard:
             exits = [(rank, *word) for rank, word in sorted(heard.items()) if word]
             absent = [rank for rank in range(self.size) if rank not in heard]
             for rank, status, doing in exits[:1]:
-                self._end(status, f"rank {rank}: {doing}; the others stand in World(), which it never entered")
+                self._end(
+                    status,
+                    f"rank {rank}: {doing}; the others stand in World(), which it never entered",
+                )
             if absent:
-                self._end(1, f"World() did not complete within {timeout:g} s: {_ranks(absent)} never made one")
+                self._end(
+                    1,
+                    f"World() did not complete within {timeout:g} s: {_ranks(absent)} never made one",
+                )
             self._private = self._comm.Dup()
             self._hooks.wake()
         return self
@@ -125,9 +141,15 @@ class Guard:
         Only polls: a blocking Dup could name no one. Who makes a World needs to hear of one exit only, who exits of all.
         """
         heard = {self.rank: None}
-        self._sent += [self._comm.isend(word, dest=rank, tag=ROLL_CALL) for rank in range(self.size) if rank != self.rank]
+        self._sent += [
+            self._comm.isend(word, dest=rank, tag=ROLL_CALL)
+            for rank in range(self.size)
+            if rank != self.rank
+        ]
         end = time.monotonic() + seconds
-        while len(heard) < self.size and time.monotonic() < end and (word or not any(heard.values())):
+        while (
+            len(heard) < self.size and time.monotonic() < end and (word or not any(heard.values()))
+        ):
             for rank in range(self.size):
                 if rank not in heard and self._comm.iprobe(source=rank, tag=ROLL_CALL):
                     heard[rank] = self._comm.recv(source=rank, tag=ROLL_CALL)
@@ -177,7 +199,11 @@ class Guard:
         elif main or kind is not SystemExit:  # which, in another thread, ends that thread only
             status = 128 + signal.SIGINT if kind is KeyboardInterrupt else 1
             line = one_line(traceback.format_exception_only(kind, error)[-1].strip())
-            self._end(status, f"rank {self.rank}: {line}", lambda: "".join(traceback.format_exception(kind, error, trace)))
+            self._end(
+                status,
+                f"rank {self.rank}: {line}",
+                lambda: "".join(traceback.format_exception(kind, error, trace)),
+            )
 
     def _watch(self) -> None:
         while not self._stop.is_set():
@@ -193,11 +219,17 @@ class Guard:
             self.stop_requested = number
         else:
             if self.size > 1 and self._private is None:
-                time.sleep(ANSWER)  # it may be a launcher's, which ends all ranks because another has spoken and aborted
+                time.sleep(
+                    ANSWER
+                )  # it may be a launcher's, which ends all ranks because another has spoken and aborted
             self._end(128 + number, f"rank {self.rank}: ended by {signal.Signals(number).name}")
 
     def _tell(self, what: str, ranks, *facts) -> None:
-        self._sent += [self._private.isend((what, self.rank, *facts), dest=rank) for rank in ranks if rank != self.rank]
+        self._sent += [
+            self._private.isend((what, self.rank, *facts), dest=rank)
+            for rank in ranks
+            if rank != self.rank
+        ]
 
     def _receive(self) -> None:
         while self._private is not None and (message := self._private.improbe()) is not None:
@@ -223,7 +255,9 @@ class Guard:
         if not entered or self._ending.locked():
             return
         deserters = [
-            rank for rank, (reached, heard) in self._gone.items() if reached < count and now - max(heard, entered) > STAND
+            rank
+            for rank, (reached, heard) in self._gone.items()
+            if reached < count and now - max(heard, entered) > STAND
         ]
         if deserters and self._told != count:
             self._told = count
@@ -257,17 +291,30 @@ class Guard:
         verdict = [f"{_ranks(absent)} never arrived"] if absent else []
         verdict += [f"no answer from {_ranks(silent)}"] if silent else []
         lines = [opening + ("; ".join(verdict) or "all ranks arrived")]
-        lines += [f"  rank {rank}: {self._answers.get(rank, (0, 'no answer'))[1]}" for rank in range(self.size)]
+        lines += [
+            f"  rank {rank}: {self._answers.get(rank, (0, 'no answer'))[1]}"
+            for rank in range(self.size)
+        ]
         return "\n".join(lines) + "\n"
 
     def _end(self, status: int, line: str, text=lambda: "") -> None:
         """End all ranks with `status`; the one that may speak prints text() and the line. Only the guard's thread returns."""
         if self._ending.acquire(blocking=False):
-            faulthandler.dump_traceback_later(PATIENCE, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+            faulthandler.dump_traceback_later(
+                PATIENCE, exit=True, file=os.open(os.devnull, os.O_WRONLY)
+            )
             if self._may_speak(line):
                 fault = line.partition(": ")[2]  # after the rank; who found the same is not named
-                others = [other for _, other in sorted(self._claims.items()) if other.partition(": ")[2] != fault]
-                say(self.line_start + text() + "".join(f"{self.program}: {one}\n" for one in [line, *others] if one))
+                others = [
+                    other
+                    for _, other in sorted(self._claims.items())
+                    if other.partition(": ")[2] != fault
+                ]
+                say(
+                    self.line_start
+                    + text()
+                    + "".join(f"{self.program}: {one}\n" for one in [line, *others] if one)
+                )
                 time.sleep(DRAIN)
                 if self.size > 1:
                     self._abort(status)
@@ -277,7 +324,9 @@ class Guard:
 
     def _may_speak(self, line: str) -> bool:
         """True on one of the ranks that found a fault: the first, and the lowest of those who find it together."""
-        if self._private is None:  # they cannot ask each other: the lowest speaks first, and its abort ends the others
+        if (
+            self._private is None
+        ):  # they cannot ask each other: the lowest speaks first, and its abort ends the others
             time.sleep(min(self.rank * 3 * DRAIN, ANSWER))
             return True
         if self._claims:

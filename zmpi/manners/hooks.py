@@ -26,7 +26,9 @@ class Hooks:
         """uncaught(kind, error, trace) is called for what no one caught; on other threads than the main one if `threads`."""
         sys.excepthook = uncaught
         if threads:
-            threading.excepthook = lambda args: uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+            threading.excepthook = lambda args: uncaught(
+                args.exc_type, args.exc_value, args.exc_traceback
+            )
 
     def take_exits(self, leave) -> None:
         """leave() is called when the process exits, before MPI is finalized; `status` is known by then."""
@@ -48,7 +50,9 @@ class Hooks:
         """The signals that came; waits for one or for `wake`, at most so many seconds (None: for ever)."""
         ready, _, _ = select.select([self._ear], [], [], seconds)
         numbers = os.read(self._ear, 512) if ready else b""
-        return [number for number in numbers if number and signal.getsignal(number) is _by_the_thread]
+        return [
+            number for number in numbers if number and signal.getsignal(number) is _by_the_thread
+        ]
 
     def wake(self) -> None:
         """End a wait in `heard`."""
@@ -71,7 +75,10 @@ class Hooks:
             signal.set_wakeup_fd(-1)
         for number in ENDING:
             if signal.getsignal(number) is _by_the_thread:
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+                signal.signal(
+                    number,
+                    signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
+                )
 
 
 def say(text: str) -> None:

@@ -22,7 +22,10 @@ ON_THIS_NODE = (
     "SLURM_NTASKS_PER_NODE",
     "SLURM_TASKS_PER_NODE",
 )
-KERNELS, KERNELS_256 = "OPENBLAS_CORETYPE", "Haswell"  # the first processor that they were written for
+KERNELS, KERNELS_256 = (
+    "OPENBLAS_CORETYPE",
+    "Haswell",
+)  # the first processor that they were written for
 HYDRA = "Hydra's mpirun (MPICH, Intel MPI)"
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"),
@@ -47,13 +50,21 @@ BLAS_KERNELS = (
     "openblas_get_corename",
 )
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4  # malloc.h of glibc
-MADV_HUGEPAGE, PAGE, HEAP, TOP_PAD = 14, 2 << 20, 1 << 30, 128 << 10  # sys/mman.h; bytes, the last as glibc has it
+MADV_HUGEPAGE, PAGE, HEAP, TOP_PAD = (
+    14,
+    2 << 20,
+    1 << 30,
+    128 << 10,
+)  # sys/mman.h; bytes, the last as glibc has it
 
 
 def ranks_on_this_node(environ) -> int:
     """How many ranks the launcher started on this node, at least 1."""
     for name in ON_THIS_NODE:
-        counts = [int(count) for count in re.findall(r"\d+", re.sub(r"\(x\d+\)", "", environ.get(name, "")))]
+        counts = [
+            int(count)
+            for count in re.findall(r"\d+", re.sub(r"\(x\d+\)", "", environ.get(name, "")))
+        ]
         if counts and max(counts) > 0:
             return max(counts)
     return 1
@@ -106,7 +117,9 @@ def choose_kernels(environ, cpuinfo="/proc/cpuinfo") -> bool:
         text = Path(cpuinfo).read_text(errors="replace").partition("\n\n")[0]  # the first core's
     except OSError:
         return False
-    zen_4 = "AuthenticAMD" in text and re.search(r"cpu family\s*: 25\n", text) and " avx512f " in text
+    zen_4 = (
+        "AuthenticAMD" in text and re.search(r"cpu family\s*: 25\n", text) and " avx512f " in text
+    )
     if zen_4 and not environ.get(KERNELS):
         environ[KERNELS] = KERNELS_256
     return bool(zen_4) and environ[KERNELS] == KERNELS_256
@@ -147,7 +160,11 @@ def _loaded_blas() -> list:
     """Every BLAS in this process, as a ctypes library."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            paths = {line.split(maxsplit=5)[5].strip() for line in maps if "openblas" in line or "mkl_rt" in line}
+            paths = {
+                line.split(maxsplit=5)[5].strip()
+                for line in maps
+                if "openblas" in line or "mkl_rt" in line
+            }
     except OSError:
         return []
     return [ctypes.CDLL(path) for path in sorted(paths)]  # already loaded: this only finds it
@@ -181,7 +198,10 @@ def use_huge_pages() -> bool:
     libc.free(ctypes.c_void_p(libc.malloc(ctypes.c_size_t(PAGE))))
     libc.mallopt(M_TOP_PAD, TOP_PAD)
     first, end = -(-start // PAGE) * PAGE, libc.sbrk(0) // PAGE * PAGE
-    return end > first and libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_HUGEPAGE) == 0
+    return (
+        end > first
+        and libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_HUGEPAGE) == 0
+    )
 
 
 def _glibc():
@@ -215,7 +235,12 @@ def lonely_launch(environ, size: int, library: str) -> str | None:
     """
     if size != 1:
         return None
-    for name, alone in (("PMI_SIZE", 1), ("OMPI_COMM_WORLD_SIZE", 1), ("SLURM_STEP_NUM_TASKS", 1), ("PMIX_RANK", 0)):
+    for name, alone in (
+        ("PMI_SIZE", 1),
+        ("OMPI_COMM_WORLD_SIZE", 1),
+        ("SLURM_STEP_NUM_TASKS", 1),
+        ("PMIX_RANK", 0),
+    ):
         value = environ.get(name, "").strip()
         if value.isdecimal() and int(value) > alone:
             short = " ".join(library.split("\n")[0].split()).rstrip(",")

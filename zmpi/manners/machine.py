@@ -30,6 +30,8 @@ def cpu_name():
     """The processor's name, as well as the system tells it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+            return next(
+                line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+            )
     except (OSError, StopIteration):
         return platform.processor() or sys.platform

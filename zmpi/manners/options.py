@@ -22,8 +22,15 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that neither prints nor exits: it raises UsageError, or Told."""
 
     def __init__(self, command, description):
-        super().__init__(prog=command, description=description, allow_abbrev=False, formatter_class=_Help)
-        self.add_argument("--version", action="version", version=f"zmpi {__version__}", help="print the version and end")
+        super().__init__(
+            prog=command, description=description, allow_abbrev=False, formatter_class=_Help
+        )
+        self.add_argument(
+            "--version",
+            action="version",
+            version=f"zmpi {__version__}",
+            help="print the version and end",
+        )
         self._said = ""
 
     def given(self, argv=None):
@@ -107,7 +114,9 @@ def check_files(outputs, others):
     """
     flags = {}
     for flag, path in {**others, **outputs}.items():
-        if path is not None and (os.path.isfile(path) or os.path.isdir(path) or not os.path.exists(path)):
+        if path is not None and (
+            os.path.isfile(path) or os.path.isdir(path) or not os.path.exists(path)
+        ):
             other = flags.setdefault(os.path.realpath(path), flag)
             if other != flag:
                 raise ValueError(f"{flag}: {path} is what {other} names")

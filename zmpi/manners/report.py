@@ -58,7 +58,11 @@ class RunLog:
 
     def evaluation(self, loss, tokens):
         """Log a held-out loss over so many targets."""
-        self.last_evaluation = {"step": self.zero.step, "val_loss": _number(loss), "val_tokens": tokens}
+        self.last_evaluation = {
+            "step": self.zero.step,
+            "val_loss": _number(loss),
+            "val_tokens": tokens,
+        }
         self._write(self.last_evaluation)
 
     def _write(self, entry):
@@ -74,7 +78,9 @@ def _kept(path, step):
     if os.path.isfile(path):
         with open(path, "rb") as file:
             if file.read(len(BEGINNING)) not in (b"", BEGINNING):
-                raise ValueError(f"--log: {path} is no log of zmpi.train: it is neither continued nor written over")
+                raise ValueError(
+                    f"--log: {path} is no log of zmpi.train: it is neither continued nor written over"
+                )
             file.seek(0)
             for line in file:
                 try:
@@ -117,7 +123,9 @@ def opening(zero, args, text):
     """What is about to run, in a few lines: everything that was chosen for the user is named."""
     world = zero.world
     parameters = sum(unit.layout.elements for unit in zero.units.values())
-    held_out = f"{len(text.held_out):,} held out" if len(text.held_out) else "none held out (too short)"
+    held_out = (
+        f"{len(text.held_out):,} held out" if len(text.held_out) else "none held out (too short)"
+    )
     plural = "s" if world.size > 1 else ""
     return (
         f"zmpi {__version__}: {args.model}, {parameters:,} parameters, stage {zero.stage.number} on {world.size} rank{plural},"
@@ -131,8 +139,12 @@ def opening(zero, args, text):
 
 def _where(world):
     """Device and transport, and the reason where they were chosen for the user."""
-    device = f"device {world.device.name}" + (f" (auto: {world.device.why})" if world.device.why else "")
-    return f"{device}, transport {world.transport}" + (f" ({world.transport_why})" if world.transport == "staged" else "")
+    device = f"device {world.device.name}" + (
+        f" (auto: {world.device.why})" if world.device.why else ""
+    )
+    return f"{device}, transport {world.transport}" + (
+        f" ({world.transport_why})" if world.transport == "staged" else ""
+    )
 
 
 def summary(zero, log, seconds):
@@ -142,7 +154,9 @@ def summary(zero, log, seconds):
     sizes = {layout.name: layout.elements for layout in layouts}
     padded, moments = sum(layout.padded for layout in layouts), len(zero.optimizer.moments)
     formula = state_bytes(zero.stage, padded, zero.comm.shards, zero.policy.recipe, moments)
-    moved = elements_moved(zero.stage, zero.schedule, sizes, zero.last.micro_batches, zero.comm.ordered)
+    moved = elements_moved(
+        zero.stage, zero.schedule, sizes, zero.last.micro_batches, zero.comm.ordered
+    )
     held_out = f"; validation {evaluation['val_loss']:.4f}" if evaluation else ""
     lines = [
         f"loss    training {last['loss']:.4f} at step {last['step']}{held_out} (nat per token)",
@@ -151,7 +165,11 @@ def summary(zero, log, seconds):
     ]
     for kind in OWNED:
         lines.append(f"  {kind:22}{formula[kind]:>16,}{_range(last['memory'][kind]):>36}")
-    for kind, name in (("full_peak", "gathered, at peak"), ("work", "work buffers, at peak"), ("peak", "process, at peak")):
+    for kind, name in (
+        ("full_peak", "gathered, at peak"),
+        ("work", "work buffers, at peak"),
+        ("peak", "process, at peak"),
+    ):
         lines.append(f"  {name:22}{'':>16}{_range(last['memory'][kind]):>36}")
     lines.append(f"{'elements per step':24}{'formula':>16}{'measured, rank 0':>36}")
     for kind, expected in moved.items():

@@ -16,8 +16,18 @@ def world_flags(group, timeout=300):
     """Add the flags that `start` makes a World of. `timeout`: the default, in seconds."""
     add = group.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where arrays live")
-    add("--transport", choices=("auto", "direct", "staged"), default="auto", help="how device memory reaches MPI")
-    add("--timeout", type=real(0, above=True), default=timeout, help="seconds after which a stuck collective ends the run")
+    add(
+        "--transport",
+        choices=("auto", "direct", "staged"),
+        default="auto",
+        help="how device memory reaches MPI",
+    )
+    add(
+        "--timeout",
+        type=real(0, above=True),
+        default=timeout,
+        help="seconds after which a stuck collective ends the run",
+    )
 
 
 def start(parser, argv):
@@ -33,7 +43,9 @@ def start(parser, argv):
         if World(device="cpu").rank == 0:
             print(told, end="", flush=True)
         raise SystemExit(0) from None
-    return args, World(args.device, args.transport, getattr(args, "reduction", "auto"), args.timeout)
+    return args, World(
+        args.device, args.transport, getattr(args, "reduction", "auto"), args.timeout
+    )
 
 
 def _load_mpi(command):
@@ -43,7 +55,11 @@ def _load_mpi(command):
     except (ImportError, RuntimeError) as error:
         if not launched_rank(os.environ):
             fault = one_line(str(error).strip().partition("\n")[0])
-            print(f"{command}: error: mpi4py cannot load an MPI library: {fault}", file=sys.stderr, flush=True)
+            print(
+                f"{command}: error: mpi4py cannot load an MPI library: {fault}",
+                file=sys.stderr,
+                flush=True,
+            )
         raise SystemExit(UsageError.status) from None
 
 
@@ -56,7 +72,9 @@ def engine_of(place):
         return ZeRO
     path, _, name = place.rpartition(":")
     if not Path(path).is_file() or not name:
-        raise ValueError(f"--comm: expected FILE:CLASS, got {place} ({path or 'FILE'} is not a file)")
+        raise ValueError(
+            f"--comm: expected FILE:CLASS, got {place} ({path or 'FILE'} is not a file)"
+        )
     spec = spec_from_file_location(f"comm_of_{Path(path).stem}", path)
     if spec is None:
         raise ValueError(f"--comm: {path} is not a Python file")
@@ -64,7 +82,9 @@ def engine_of(place):
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"--comm: {path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"--comm: {path} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     found = getattr(module, name, None)
     if isinstance(found, type) and issubclass(found, ZeRO):
         return found

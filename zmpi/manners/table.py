@@ -6,7 +6,10 @@ def table(rows, left=1):
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
     lines = []
     for row in rows:
-        cells = [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=False))]
+        cells = [
+            cell.ljust(w) if i < left else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=False))
+        ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 

@@ -142,10 +142,14 @@ class BlockReader:
             room.holds = None
             with named(self.path):
                 done = 0
-                while done < length and (count := os.preadv(self._file.fileno(), [block[done:]], number * BLOCK + done)):
+                while done < length and (
+                    count := os.preadv(self._file.fileno(), [block[done:]], number * BLOCK + done)
+                ):
                     done += count
             if done < length or zlib.crc32(block) != self.record.sums[number]:
-                raise ValueError(f"{self.path}: the block at byte {number * BLOCK} has another checksum: damaged")
+                raise ValueError(
+                    f"{self.path}: the block at byte {number * BLOCK} has another checksum: damaged"
+                )
             room.holds = self, number
         return block
 

@@ -37,9 +37,13 @@ def newest(path):
     with named(mark):
         found = MARK.fullmatch(mark.read_bytes().decode(errors="replace"))
     if not found or not (path / found[1]).is_dir():
-        raise ValueError(f"{mark}: names no checkpoint that is there: damaged (without it the newest one is taken)")
+        raise ValueError(
+            f"{mark}: names no checkpoint that is there: damaged (without it the newest one is taken)"
+        )
     digest = digest_of(path / found[1])
-    if digest is not None and digest != found[4]:  # a manifest that is damaged itself is named when it is read
+    if (
+        digest is not None and digest != found[4]
+    ):  # a manifest that is damaged itself is named when it is read
         raise ValueError(f"{mark}: another checksum than that of {found[1]}/{JSON}: damaged")
     return path / found[1]
 
@@ -55,7 +59,9 @@ class Folder:
         if (self.path / JSON).exists():
             raise ValueError(f"{path}: is one checkpoint, not a folder of them")
         if not self.path.is_dir() and (self.path.exists() or not make):
-            raise ValueError(f"{path}: {'not a folder' if self.path.exists() else 'no such folder'}")
+            raise ValueError(
+                f"{path}: {'not a folder' if self.path.exists() else 'no such folder'}"
+            )
         if not make and not self.complete():
             raise ValueError(f"{path}: no complete checkpoint in it")
         with named(path):
@@ -66,7 +72,9 @@ class Folder:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except ValueError as error:
             self._lock.close()
-            raise ValueError(f"{path}: in use by another job ({str(error).rpartition(': ')[2]})") from None
+            raise ValueError(
+                f"{path}: in use by another job ({str(error).rpartition(': ')[2]})"
+            ) from None
         try:
             self._repair()
         except ValueError:
@@ -75,7 +83,11 @@ class Folder:
 
     def complete(self):
         """Folders of the complete checkpoints, in the order in which they were saved."""
-        found = {int(match[2]): path for path in self.path.iterdir() if (match := NAME.fullmatch(path.name))}
+        found = {
+            int(match[2]): path
+            for path in self.path.iterdir()
+            if (match := NAME.fullmatch(path.name))
+        }
         return [found[save] for save in sorted(found)]
 
     def begin(self, step):

@@ -55,17 +55,28 @@ class Manifest:
         with named(path.with_name(DIGEST)):
             noted = path.with_name(DIGEST).read_bytes()
         if noted != _noted(text).encode():
-            raise ValueError(f"{path}: another checksum than in {DIGEST} beside it: one of the two is damaged")
+            raise ValueError(
+                f"{path}: another checksum than in {DIGEST} beside it: one of the two is damaged"
+            )
         entries = json.loads(text)
         if entries["format"] > VERSION:
-            raise ValueError(f"{path}: format {entries['format']} is newer than this zmpi reads ({VERSION})")
+            raise ValueError(
+                f"{path}: format {entries['format']} is newer than this zmpi reads ({VERSION})"
+            )
         if entries["byteorder"] != sys.byteorder:
-            raise ValueError(f"{path}: saved on a {entries['byteorder']}-endian machine, this one is {sys.byteorder}-endian")
+            raise ValueError(
+                f"{path}: saved on a {entries['byteorder']}-endian machine, this one is {sys.byteorder}-endian"
+            )
         return cls(Path(folder), entries)
 
     def write(self):
         """Put the manifest on disk, beside the files that it names."""
-        text = json.dumps({"format": VERSION, "byteorder": sys.byteorder, **self.entries}, allow_nan=False) + "\n"
+        text = (
+            json.dumps(
+                {"format": VERSION, "byteorder": sys.byteorder, **self.entries}, allow_nan=False
+            )
+            + "\n"
+        )
         write_text(self.folder / JSON, text)
         write_text(self.folder / DIGEST, _noted(text.encode()))
         sync_folder(self.folder)
@@ -102,7 +113,9 @@ class Manifest:
         for name in [*self.shapes, *shapes]:
             saved, expected = self.shapes.get(name), shapes.get(name)
             if saved != expected:
-                told = ["missing" if shape is None else f"shape {shape}" for shape in (saved, expected)]
+                told = [
+                    "missing" if shape is None else f"shape {shape}" for shape in (saved, expected)
+                ]
                 return f"{self.folder}: {name}: {told[0]} in the checkpoint, {told[1]} in {where}"
         return None
 
@@ -128,7 +141,9 @@ class Manifest:
         for file, record in enumerate(self.files):
             blocks = len(record.sums)
             begin, end = max(0, first - before), min(blocks, last - before)
-            if begin < end or not blocks or share == 0:  # the first also opens each file, for its length
+            if (
+                begin < end or not blocks or share == 0
+            ):  # the first also opens each file, for its length
                 with self.open(file) as reader:
                     reader.check(begin, end)
             before += blocks
@@ -139,7 +154,12 @@ class Manifest:
         places, base = {}, 0
         for unit in self["units"]:
             for parameter in unit["parameters"]:
-                places[unit["prefix"] + parameter["name"]] = unit, base, parameter["offset"], parameter["shape"]
+                places[unit["prefix"] + parameter["name"]] = (
+                    unit,
+                    base,
+                    parameter["offset"],
+                    parameter["shape"],
+                )
             base += unit["shard_length"] * len(self["vectors"])
         return places
 
@@ -153,8 +173,15 @@ class Manifest:
 
 def unit_entry(layout):
     """A unit as the manifest lists it, from its layout."""
-    parameters = [{"name": name, "shape": shape, "offset": layout.offsets[name]} for name, shape in layout.shapes.items()]
-    sizes = {"elements": layout.elements, "padded": layout.padded, "shard_length": layout.shard_length}
+    parameters = [
+        {"name": name, "shape": shape, "offset": layout.offsets[name]}
+        for name, shape in layout.shapes.items()
+    ]
+    sizes = {
+        "elements": layout.elements,
+        "padded": layout.padded,
+        "shard_length": layout.shard_length,
+    }
     return {"name": layout.name, "prefix": layout.prefix, **sizes, "parameters": parameters}
 
 

@@ -14,7 +14,13 @@ import numpy as np
 from zmpi.saving.blocks import named
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-SIZES = {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "context": "n_positions", "vocab": "vocab_size"}
+SIZES = {
+    "layers": "n_layer",
+    "width": "n_embd",
+    "heads": "n_head",
+    "context": "n_positions",
+    "vocab": "vocab_size",
+}
 # What models.GPT computes: a folder that says otherwise holds another model. Left out, each is so in a GPT-2.
 COMPUTED = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -40,7 +46,9 @@ def sizes_in(folder):
         config = json.loads(text)
         sizes = {ours: index(config[theirs]) for ours, theirs in SIZES.items()}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not the configuration of a GPT-2 ({type(error).__name__}: {error})") from None
+        raise ValueError(
+            f"{path}: not the configuration of a GPT-2 ({type(error).__name__}: {error})"
+        ) from None
     expected = {**COMPUTED, "model_type": ("gpt2",), "n_inner": (None, 4 * sizes["width"])}
     for name, values in expected.items():
         if config.get(name, values[0]) not in values:
@@ -52,7 +60,12 @@ def config_for(sizes):
     """The configuration of a GPT-2 of these sizes, as transformers reads it. It trains without dropout."""
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
     config |= {theirs: sizes[ours] for ours, theirs in SIZES.items()}
-    config |= {"n_ctx": sizes["context"], "n_inner": None, "initializer_range": 0.02, "torch_dtype": "float32"}
+    config |= {
+        "n_ctx": sizes["context"],
+        "n_inner": None,
+        "initializer_range": 0.02,
+        "torch_dtype": "float32",
+    }
     config |= {name: values[0] for name, values in COMPUTED.items()}
     config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     ends = END_OF_TEXT if sizes["vocab"] == PUBLISHED_VOCAB else None
@@ -75,15 +88,25 @@ class Weights:
         for name, shape in shapes.items():
             stored = self._names[name]
             if found.get(stored) != tuple(shape):
-                raise ValueError(f"{self.path}: {stored}: expected shape {tuple(shape)}, got {found.get(stored, 'none')}")
+                raise ValueError(
+                    f"{self.path}: {stored}: expected shape {tuple(shape)}, got {found.get(stored, 'none')}"
+                )
             kind = self._file.get_slice(stored).get_dtype()
             if kind not in KINDS:
-                raise ValueError(f"{self.path}: {stored}: expected numbers of type {', '.join(KINDS)}; got {kind}")
-        spare = [name for name in found if name not in self._names.values() and not name.endswith((*UNUSED, HEAD))]
+                raise ValueError(
+                    f"{self.path}: {stored}: expected numbers of type {', '.join(KINDS)}; got {kind}"
+                )
+        spare = [
+            name
+            for name in found
+            if name not in self._names.values() and not name.endswith((*UNUSED, HEAD))
+        ]
         if spare:
             raise ValueError(f"{self.path}: {spare[0]}: this GPT-2 has no such parameter")
         if HEAD in found and not self._same(HEAD, self._names["wte.weight"]):
-            raise ValueError(f"{self.path}: {HEAD} differs from wte.weight; the model's head is wte")
+            raise ValueError(
+                f"{self.path}: {HEAD} differs from wte.weight; the model's head is wte"
+            )
 
     def __enter__(self):
         return self
@@ -157,7 +180,9 @@ def _open(path):
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        raise ValueError(f"{path}: needs the package safetensors (pip install safetensors)") from None
+        raise ValueError(
+            f"{path}: needs the package safetensors (pip install safetensors)"
+        ) from None
     with named(path):
         try:
             return safe_open(path, framework="np")

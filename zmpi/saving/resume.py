@@ -12,7 +12,17 @@ import numpy as np
 
 from zmpi.saving import pretrained
 
-FREE = ("stage", "steps", "micro_batch", "accumulate", "precision", "reduction", "prefetch", "recompute", "comm")
+FREE = (
+    "stage",
+    "steps",
+    "micro_batch",
+    "accumulate",
+    "precision",
+    "reduction",
+    "prefetch",
+    "recompute",
+    "comm",
+)
 MODEL = ("model", "layers", "width", "heads", "context", "vocab")
 OPTIMIZER = (
     "optimizer",
@@ -33,7 +43,9 @@ SAMPLE = 1 << 20  # bytes at either end of a text that are compared
 
 def describe_run(args, zero, text):
     """What the manifest keeps of a command's run: its flags, resolved, the data and the position in it."""
-    flags = {name: getattr(args, name) for name in ("data", "seed", *MODEL, *OPTIMIZER, *SCALING, *FREE)}
+    flags = {
+        name: getattr(args, name) for name in ("data", "seed", *MODEL, *OPTIMIZER, *SCALING, *FREE)
+    }
     flags["heads"] = getattr(zero.model, "heads", None)
     flags |= {name: value for name, value in asdict(zero.optimizer).items() if name in flags}
     if args.data != "builtin":
@@ -42,7 +54,11 @@ def describe_run(args, zero, text):
     if path:
         flags["comm"] = f"{Path(path).resolve()}:{name}"
     batch = args.micro_batch * args.accumulate * zero.world.size
-    position = {"global_batch": batch, "next_step": zero.step + 1, "sequences_seen": zero.step * batch}
+    position = {
+        "global_batch": batch,
+        "next_step": zero.step + 1,
+        "sequences_seen": zero.step * batch,
+    }
     return {"flags": flags, "data": {**identity(text), **position}}
 
 
@@ -52,20 +68,28 @@ def identity(text):
     checksum = 0
     for part in whole:
         checksum = zlib.crc32(part.tobytes(), checksum)
-    return {"tokens": len(text.train) + len(text.held_out), "kind": text.train.dtype.name, "crc32": checksum}
+    return {
+        "tokens": len(text.train) + len(text.held_out),
+        "kind": text.train.dtype.name,
+        "crc32": checksum,
+    }
 
 
 def take_settings(args, given, manifest, size):
     """Complete `args` from a manifest; `given` holds the flags of the command line. Raises ValueError for a contradiction."""
     if manifest["run"] is None:
-        raise ValueError(f"{manifest.folder}: saved by a script, not by zmpi.train; go on from it with zero.load")
+        raise ValueError(
+            f"{manifest.folder}: saved by a script, not by zmpi.train; go on from it with zero.load"
+        )
     saved = dict(manifest["run"]["flags"])
     if given.get("precision", saved["precision"]) != saved["precision"]:
         saved = {name: value for name, value in saved.items() if name not in SCALING}
     _take(args, given, saved, (*FREE, "data"), manifest.folder)
     _fit_batch(args, given, manifest["run"]["data"]["global_batch"], size)
     if args.steps < manifest["step"]:
-        raise ValueError(f"--steps: {args.steps} in total, but {manifest['step']} are done ({manifest.folder})")
+        raise ValueError(
+            f"--steps: {args.steps} in total, but {manifest['step']} are done ({manifest.folder})"
+        )
 
 
 def same_text(text, args, manifest):
@@ -73,7 +97,9 @@ def same_text(text, args, manifest):
     saved, found = manifest["run"]["data"], identity(text)
     for name, value in found.items():
         if saved[name] != value:
-            raise ValueError(f"--data: {args.data} is another text than the checkpoint's: {name} {value}, was {saved[name]}")
+            raise ValueError(
+                f"--data: {args.data} is another text than the checkpoint's: {name} {value}, was {saved[name]}"
+            )
 
 
 def take_sizes(args, given):
@@ -85,7 +111,9 @@ def take_sizes(args, given):
 def init_from(zero, folder):
     """Put the weights of a folder in place of the engine's, unit by unit: no rank ever holds the whole model."""
     layouts = [unit.layout for unit in zero.units.values()]
-    shapes = {layout.prefix + name: shape for layout in layouts for name, shape in layout.shapes.items()}
+    shapes = {
+        layout.prefix + name: shape for layout in layouts for name, shape in layout.shapes.items()
+    }
     with pretrained.Weights(folder, shapes) as weights:
         for unit in zero.units.values():
             full = zero.ledger.track("full", np.zeros(unit.layout.padded, np.float32))
@@ -99,7 +127,9 @@ def _take(args, given, saved, free, source):
         if name not in given:
             setattr(args, name, value)
         elif name not in free and given[name] != value:
-            raise ValueError(f"--{name.replace('_', '-')}: {given[name]} contradicts {value} ({source})")
+            raise ValueError(
+                f"--{name.replace('_', '-')}: {given[name]} contradicts {value} ({source})"
+            )
 
 
 def _fit_batch(args, given, batch, size):
