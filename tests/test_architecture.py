@@ -17,7 +17,7 @@ FLOORS = {
     5: "checkpoint",
     6: "engine",
     7: "data trial manners.report manners.start saving.resume cost.watch",
-    8: "trace cost.probes cost.dryrun",
+    8: "manners.train_flags trace cost.probes cost.dryrun",
     9: "cost.estimate",
     10: "cost.measure",
     11: "train verify export generate bench plan doctor",

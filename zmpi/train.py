@@ -2,7 +2,6 @@
 
 import sys
 from contextlib import ExitStack, closing
-from dataclasses import fields
 from statistics import median
 from time import perf_counter
 
@@ -12,172 +11,32 @@ from zmpi.checkpoint import Keeper, Stopped, find, load
 from zmpi.cost.watch import watched
 from zmpi.data import Batches, load_text
 from zmpi.manners.guard import UsageError
-from zmpi.manners.model_flags import SEEDS, build_model, model_flags, refuse_beyond_memory
-from zmpi.manners.options import (
-    Parser,
-    auto_or_real,
-    check_files,
-    file_name,
-    named_as_flags,
-    real,
-    whole,
-)
+from zmpi.manners.model_flags import build_model, refuse_beyond_memory
+from zmpi.manners.options import Parser, named_as_flags
 from zmpi.manners.report import RunLog, opening, summary
-from zmpi.manners.start import engine_of, start, world_flags
-from zmpi.optim import SGD, AdamW
-from zmpi.precision import RECIPES, Policy
+from zmpi.manners.start import engine_of, start
+from zmpi.manners.train_flags import build_optimizer, check_outputs, refuse, train_flags
+from zmpi.precision import Policy
 from zmpi.saving import resume
 from zmpi.trace import Trace, check_kind, write_trace
 
 COMMAND = "zmpi.train"
-OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
 KEEP = 3  # checkpoints
 
 
 def parser():
     """All flags. The names are a contract."""
     flags = Parser(COMMAND, __doc__)
-    model_flags(flags.add_argument_group("model"))
-    _training_flags(flags.add_argument_group("training"))
-    _optimizer_flags(flags.add_argument_group("optimizer"))
-    _run_flags(flags.add_argument_group("how it is run"))
-    _output_flags(flags.add_argument_group("what is kept"))
+    train_flags(flags)
     return flags
-
-
-def _training_flags(group):
-    add = group.add_argument
-    add(
-        "--data",
-        type=file_name,
-        default="builtin",
-        help="builtin, a text file (tokens are bytes), or a .bin file (uint16)",
-    )
-    add("--micro-batch", type=whole(1), default=8, help="sequences per rank and micro-batch")
-    add("--accumulate", type=whole(1), default=1, help="micro-batches per step and rank")
-    add("--steps", type=whole(1), default=200, help="steps in total")
-    add("--seed", type=whole(0, SEEDS), default=0, help="seed of weights and data")
-    add(
-        "--eval-every",
-        type=whole(0),
-        default=0,
-        help="steps between evaluations (0: at the end only)",
-    )
-
-
-def _optimizer_flags(group):
-    add = group.add_argument
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="update rule")
-    add("--lr", type=real(0), default=3e-3, help="learning rate after the warm-up")
-    add("--warmup", type=whole(0), default=20, help="steps over which the learning rate rises")
-    add(
-        "--schedule",
-        choices=("cosine", "constant"),
-        default="cosine",
-        help="course of the learning rate after that",
-    )
-    add(
-        "--decay-steps",
-        type=whole(1),
-        help="step at which cosine reaches a tenth of --lr (default: --steps)",
-    )
-    add("--clip", type=real(0), default=1.0, help="bound of the gradient's global norm (0: off)")
-    add("--weight-decay", type=real(0), help="decoupled, on matrices only (default: 0.1; sgd: 0)")
-    add("--beta1", type=real(0), help="decay of the first moment (default: 0.9; adamw only)")
-    add("--beta2", type=real(0), help="decay of the second moment (default: 0.95; adamw only)")
-    add(
-        "--eps",
-        type=real(0),
-        help="added to the root of the second moment (default: 1e-8; adamw only)",
-    )
-    add(
-        "--momentum", type=real(0), help="share of the last step's direction (default: 0; sgd only)"
-    )
-
-
-def _run_flags(group):
-    add = group.add_argument
-    add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage: what is sharded")
-    add(
-        "--precision",
-        choices=[name for name in RECIPES if name != "float64"],
-        default="float32",
-        help="number types",
-    )
-    add(
-        "--loss-scale",
-        type=auto_or_real(1),
-        default="auto",
-        help="auto, or a fixed number (float16 only)",
-    )
-    window = Policy.loss_scale_window
-    add(
-        "--loss-scale-window",
-        type=whole(1),
-        default=window,
-        help="good steps before the loss scale doubles (float16 only)",
-    )
-    add(
-        "--reduction",
-        choices=("auto", "mpi", "ordered"),
-        default="auto",
-        help="who sums gradients: MPI, or the owner",
-    )
-    add(
-        "--comm",
-        type=file_name,
-        metavar="FILE:CLASS",
-        help="a Communicator or ZeRO of your own (default: zmpi, its own)",
-    )
-    add(
-        "--prefetch",
-        type=int,
-        choices=(0, 1),
-        default=1,
-        help="gathers started before they are needed",
-    )
-    add(
-        "--recompute",
-        action="store_true",
-        help="keep layer inputs only, and run each forward again",
-    )
-    world_flags(group)
-
-
-def _output_flags(group):
-    add = group.add_argument
-    add("--log", type=file_name, metavar="FILE", help="one JSON object per step (default: no log)")
-    add(
-        "--checkpoint",
-        type=file_name,
-        metavar="DIR",
-        help="folder of checkpoints, one job at a time (default: none)",
-    )
-    add("--save-every", type=whole(1), help="steps between checkpoints (default: at the end only)")
-    add("--keep", type=whole(1), help="checkpoints that are kept (default: 3)")
-    add(
-        "--resume",
-        action="store_true",
-        help="go on from the newest complete checkpoint, with its training flags",
-    )
-    add(
-        "--init-from",
-        type=file_name,
-        metavar="DIR",
-        help="published GPT-2 to start from (default: fresh weights)",
-    )
-    trace = "timeline of the last 100 steps (.json, for Perfetto) or of one (.txt) (default: none)"
-    add("--trace", type=file_name, metavar="FILE", help=trace)
 
 
 def main(argv=None):
     """Run the command; what is wrong with it ends all ranks with one line."""
     args, world = start(parser(), argv)
     with world.agreed():
-        _refuse(args)
-    with (
-        ExitStack() as held
-    ):  # the folder of checkpoints: another job may have it when this one ends, however it does
+        refuse(args)
+    with ExitStack() as held:  # the folder of checkpoints, given back however this run ends
         _run(args, world, argv, held)
 
 
@@ -190,7 +49,7 @@ def _run(args, world, argv, held):
             check_kind(args.trace)
         _take_settings(args, world, argv, manifest)
         if world.rank == 0:
-            _check_files(args)
+            check_outputs(args)
         text = load_text(args.data, args.context, args.vocab, world.rank, world.size)
         if manifest:
             resume.same_text(text, args, manifest)
@@ -233,7 +92,7 @@ def _engine(args, world):
             raise ValueError(
                 f"--loss-scale-window: applies to --precision float16 only, not to {args.precision}"
             )
-        engine, model, optimizer = engine_of(args.comm), build_model(args), _optimizer(args)
+        engine, model, optimizer = engine_of(args.comm), build_model(args), build_optimizer(args)
         refuse_beyond_memory(args, model, world, args.stage)
         with named_as_flags():
             policy = Policy(
@@ -336,47 +195,6 @@ def _say(world, text):
     if world.rank == 0:
         tqdm.write(text)
         sys.stdout.flush()
-
-
-def _check_files(args):
-    others = {
-        "--data": None if args.data == "builtin" else args.data,
-        "--checkpoint": args.checkpoint,
-    }
-    if args.comm and ":" in args.comm:
-        others["--comm"] = args.comm.rpartition(":")[0]
-    check_files({"--log": args.log, "--trace": args.trace}, others)
-
-
-def _refuse(args):
-    """Flags that contradict each other: never quietly ignored."""
-    if args.schedule == "constant" and args.decay_steps is not None:
-        raise ValueError("--decay-steps: --schedule constant has none")
-    for name in ("save_every", "keep", "resume"):
-        if getattr(args, name) and not args.checkpoint:
-            raise ValueError(f"--{name.replace('_', '-')}: needs --checkpoint DIR")
-    if args.resume and args.init_from:
-        raise ValueError(
-            "--init-from: --resume takes the weights from the checkpoint; give one of the two"
-        )
-
-
-def _optimizer(args):
-    """The optimizer of the flags. A flag of the other kind is an error."""
-    kind = OPTIMIZERS[args.optimizer]
-    own = {field.name for field in fields(kind)}
-    given = {
-        name: getattr(args, name) for name in ("weight_decay", "beta1", "beta2", "eps", "momentum")
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    foreign = [name for name in given if name not in own]
-    if foreign:
-        raise ValueError(
-            f"--{foreign[0].replace('_', '-')}: does not apply to --optimizer {args.optimizer}"
-        )
-    shared = {"lr": args.lr, "warmup": args.warmup, "schedule": args.schedule, "clip": args.clip}
-    with named_as_flags():
-        return kind(**shared, decay_steps=args.decay_steps or args.steps, **given)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,200 @@
+"""The flags of zmpi.train, what contradicts what among them, and the optimizer that they name."""
+
+from dataclasses import fields
+
+from zmpi.manners.model_flags import SEEDS, model_flags
+from zmpi.manners.options import (
+    auto_or_real,
+    check_files,
+    file_name,
+    named_as_flags,
+    real,
+    whole,
+)
+from zmpi.manners.start import world_flags
+from zmpi.optim import SGD, AdamW
+from zmpi.precision import RECIPES, Policy
+
+OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
+
+
+def train_flags(flags):
+    """Add all flags to the command's parser, in groups."""
+    model_flags(flags.add_argument_group("model"))
+    _training_flags(flags.add_argument_group("training"))
+    _optimizer_flags(flags.add_argument_group("optimizer"))
+    run = flags.add_argument_group("how it is run")
+    _state_flags(run)
+    _step_flags(run)
+    world_flags(run)
+    _output_flags(flags.add_argument_group("what is kept"))
+
+
+def _training_flags(group):
+    add = group.add_argument
+    add(
+        "--data",
+        type=file_name,
+        default="builtin",
+        help="builtin, a text file (tokens are bytes), or a .bin file (uint16)",
+    )
+    add("--micro-batch", type=whole(1), default=8, help="sequences per rank and micro-batch")
+    add("--accumulate", type=whole(1), default=1, help="micro-batches per step and rank")
+    add("--steps", type=whole(1), default=200, help="steps in total")
+    add("--seed", type=whole(0, SEEDS), default=0, help="seed of weights and data")
+    add(
+        "--eval-every",
+        type=whole(0),
+        default=0,
+        help="steps between evaluations (0: at the end only)",
+    )
+
+
+def _optimizer_flags(group):
+    add = group.add_argument
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="update rule")
+    add("--lr", type=real(0), default=3e-3, help="learning rate after the warm-up")
+    add("--warmup", type=whole(0), default=20, help="steps over which the learning rate rises")
+    add(
+        "--schedule",
+        choices=("cosine", "constant"),
+        default="cosine",
+        help="course of the learning rate after that",
+    )
+    add(
+        "--decay-steps",
+        type=whole(1),
+        help="step at which cosine reaches a tenth of --lr (default: --steps)",
+    )
+    add("--clip", type=real(0), default=1.0, help="bound of the gradient's global norm (0: off)")
+    add("--weight-decay", type=real(0), help="decoupled, on matrices only (default: 0.1; sgd: 0)")
+    add("--beta1", type=real(0), help="decay of the first moment (default: 0.9; adamw only)")
+    add("--beta2", type=real(0), help="decay of the second moment (default: 0.95; adamw only)")
+    add(
+        "--eps",
+        type=real(0),
+        help="added to the root of the second moment (default: 1e-8; adamw only)",
+    )
+    add(
+        "--momentum", type=real(0), help="share of the last step's direction (default: 0; sgd only)"
+    )
+
+
+def _state_flags(group):
+    add = group.add_argument
+    add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage: what is sharded")
+    add(
+        "--precision",
+        choices=[name for name in RECIPES if name != "float64"],
+        default="float32",
+        help="number types",
+    )
+    add(
+        "--loss-scale",
+        type=auto_or_real(1),
+        default="auto",
+        help="auto, or a fixed number (float16 only)",
+    )
+    window = Policy.loss_scale_window
+    add(
+        "--loss-scale-window",
+        type=whole(1),
+        default=window,
+        help="good steps before the loss scale doubles (float16 only)",
+    )
+
+
+def _step_flags(group):
+    add = group.add_argument
+    add(
+        "--reduction",
+        choices=("auto", "mpi", "ordered"),
+        default="auto",
+        help="who sums gradients: MPI, or the owner",
+    )
+    add(
+        "--comm",
+        type=file_name,
+        metavar="FILE:CLASS",
+        help="a Communicator or ZeRO of your own (default: zmpi, its own)",
+    )
+    add(
+        "--prefetch",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="gathers started before they are needed",
+    )
+    add(
+        "--recompute",
+        action="store_true",
+        help="keep layer inputs only, and run each forward again",
+    )
+
+
+def _output_flags(group):
+    add = group.add_argument
+    add("--log", type=file_name, metavar="FILE", help="one JSON object per step (default: no log)")
+    add(
+        "--checkpoint",
+        type=file_name,
+        metavar="DIR",
+        help="folder of checkpoints, one job at a time (default: none)",
+    )
+    add("--save-every", type=whole(1), help="steps between checkpoints (default: at the end only)")
+    add("--keep", type=whole(1), help="checkpoints that are kept (default: 3)")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from the newest complete checkpoint, with its training flags",
+    )
+    add(
+        "--init-from",
+        type=file_name,
+        metavar="DIR",
+        help="published GPT-2 to start from (default: fresh weights)",
+    )
+    trace = "timeline of the last 100 steps (.json, for Perfetto) or of one (.txt) (default: none)"
+    add("--trace", type=file_name, metavar="FILE", help=trace)
+
+
+def refuse(args):
+    """Flags that contradict each other: never quietly ignored."""
+    if args.schedule == "constant" and args.decay_steps is not None:
+        raise ValueError("--decay-steps: --schedule constant has none")
+    for name in ("save_every", "keep", "resume"):
+        if getattr(args, name) and not args.checkpoint:
+            raise ValueError(f"--{name.replace('_', '-')}: needs --checkpoint DIR")
+    if args.resume and args.init_from:
+        raise ValueError(
+            "--init-from: --resume takes the weights from the checkpoint; give one of the two"
+        )
+
+
+def check_outputs(args):
+    """Raise ValueError, before anything is run, where a file could not be written or is named twice."""
+    others = {
+        "--data": None if args.data == "builtin" else args.data,
+        "--checkpoint": args.checkpoint,
+    }
+    if args.comm and ":" in args.comm:
+        others["--comm"] = args.comm.rpartition(":")[0]
+    check_files({"--log": args.log, "--trace": args.trace}, others)
+
+
+def build_optimizer(args):
+    """The optimizer of the flags. A flag of the other kind is an error."""
+    kind = OPTIMIZERS[args.optimizer]
+    own = {field.name for field in fields(kind)}
+    given = {
+        name: getattr(args, name) for name in ("weight_decay", "beta1", "beta2", "eps", "momentum")
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    foreign = [name for name in given if name not in own]
+    if foreign:
+        raise ValueError(
+            f"--{foreign[0].replace('_', '-')}: does not apply to --optimizer {args.optimizer}"
+        )
+    shared = {"lr": args.lr, "warmup": args.warmup, "schedule": args.schedule, "clip": args.clip}
+    with named_as_flags():
+        return kind(**shared, decay_steps=args.decay_steps or args.steps, **given)
