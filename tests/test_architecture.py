@@ -19,7 +19,7 @@ FLOORS = {
     7: "data trial manners.report manners.start saving.resume cost.watch",
     8: "manners.train_flags trace cost.probes cost.dryrun",
     9: "cost.estimate",
-    10: "cost.measure",
+    10: "cost.measure cost.plan_tables",
     11: "train verify export generate bench plan doctor",
 }
 FLOOR = {f"zmpi.{module}": floor for floor, modules in FLOORS.items() for module in modules.split()}

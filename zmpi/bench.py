@@ -26,7 +26,13 @@ def parser():
     """All flags."""
     flags = Parser(COMMAND, __doc__)
     model_flags(flags.add_argument_group("model and data"))
-    add = flags.add_argument_group("what is run").add_argument
+    _what(flags.add_argument_group("what is run").add_argument)
+    _how(flags.add_argument_group("how it is run"))
+    _outputs(flags.add_argument_group("what comes out").add_argument)
+    return flags
+
+
+def _what(add):
     add(
         "--data",
         type=file_name,
@@ -50,8 +56,9 @@ def parser():
         choices=("ranks", "batch", "width"),
         help="repeat it over one axis (default: no sweep)",
     )
-    _how(flags.add_argument_group("how it is run"))
-    add = flags.add_argument_group("what comes out").add_argument
+
+
+def _outputs(add):
     add(
         "--flops",
         type=real(0, above=True),
@@ -64,7 +71,6 @@ def parser():
         metavar="DIR",
         help="pictures, and one HTML page with them and the tables (default: none)",
     )
-    return flags
 
 
 def _how(group):

@@ -3,17 +3,17 @@
 import json
 from pathlib import Path
 
-from zmpi.cost.estimate import HIGHEST, Setting, Speed, largest, ranks_that_pay, speed_of
+from zmpi.cost.estimate import Setting, Speed, largest, ranks_that_pay, speed_of
 from zmpi.cost.paper import both_tables, largest_model
+from zmpi.cost.plan_tables import SHARDED, fits_table, memory_table, moved_table, times_table
 from zmpi.manners.guard import UsageError
 from zmpi.manners.model_flags import build_model, model_flags
 from zmpi.manners.options import Parser, alone, file_name, named_as_flags, real, whole
-from zmpi.manners.table import in_bytes, seconds, short, table, unit_for
+from zmpi.manners.table import in_bytes, short, table, unit_for
 from zmpi.precision import RECIPES, Policy
-from zmpi.stages import STAGES, elements_moved, state_bytes
+from zmpi.stages import STAGES, state_bytes
 
 COMMAND = "zmpi.plan"
-SHARDED = ("nothing", "optimizer states", "+ gradients", "+ parameters")
 
 
 def parser():
@@ -26,7 +26,13 @@ def parser():
         help="number of parameters: state alone, by the formula (default: a model's)",
     )
     model_flags(flags.add_argument_group("or a model, walked through (--layers chooses this)"))
-    add = flags.add_argument_group("how it is run").add_argument
+    _how(flags.add_argument_group("how it is run").add_argument)
+    _questions(flags.add_argument_group("questions").add_argument)
+    flags.set_defaults(layers=None)
+    return flags
+
+
+def _how(add):
     add("--ranks", type=whole(1), help="data-parallel ranks (needed, but for --paper)")
     add(
         "--precision",
@@ -54,7 +60,9 @@ def parser():
         default="auto",
         help="who sums gradients: MPI, or the owner",
     )
-    add = flags.add_argument_group("questions").add_argument
+
+
+def _questions(add):
     add(
         "--memory",
         type=real(0, above=True),
@@ -83,8 +91,6 @@ def parser():
         help="print Tables 1 and 2 of the paper beside zmpi's figures",
     )
     add("--json", action="store_true", help="print JSON, in bytes")
-    flags.set_defaults(layers=None)
-    return flags
 
 
 def main(argv=None):
@@ -206,10 +212,10 @@ def _of_model(args):
                 }
                 row |= {"ranks_that_pay": turn[0] if turn[1] else None}
         return _json(recipe, walks[0].elements, args, rows)
-    parts = [f"{_opening(walks[0].elements, args, recipe)}\n{_run(args)}", _memory(walks)]
-    parts += [_fits(limits, args)] if limits else []
-    parts += [_times(walks, turning, speed, args)] if speed else []
-    parts += [_moved(walks, args)] if args.dry_run else []
+    parts = [f"{_opening(walks[0].elements, args, recipe)}\n{_run(args)}", memory_table(walks)]
+    parts += [fits_table(limits, args)] if limits else []
+    parts += [times_table(walks, turning, speed, args)] if speed else []
+    parts += [moved_table(walks, args)] if args.dry_run else []
     return "\n\n".join(parts)
 
 
@@ -242,39 +248,6 @@ def _speed(args):
     return Speed(args.flops, args.bandwidth) if args.flops else None
 
 
-def _memory(walks):
-    """Bytes per rank by kind, and where the step is at its peak."""
-    divisor, name = unit_for(max(walk.peak for walk in walks))
-    lines = [
-        (
-            "stage",
-            "sharded",
-            "parameters",
-            "gradients",
-            "optimizer",
-            "full",
-            "work",
-            "activations",
-            "temporaries",
-            "peak",
-        )
-    ]
-    for walk, sharded in zip(walks, SHARDED, strict=True):
-        figures = [walk.at_peak[kind] for kind in (*lines[0][2:9], "total")]
-        lines.append(
-            (
-                f"  {walk.stage.number}",
-                sharded,
-                *(short(figure / divisor) for figure in figures),
-                f"in {walk.place}",
-            )
-        )
-    return (
-        f"{name} per rank (1 {name} = {divisor:,} bytes) at the peak of a step; the columns add up to it\n"
-        + table(lines, 2)
-    )
-
-
 def _limits(setting, walk, memory):
     """The largest model and the largest micro-batch that fit, at the stage of the walk."""
     stage = walk.stage.number
@@ -285,78 +258,6 @@ def _limits(setting, walk, memory):
         lambda n: setting.walk(stage, micro_batch=n).peak, memory
     )
     return found
-
-
-def _fits(limits, args):
-    """The answers to --memory. Raises UsageError where not even one layer fits at any stage."""
-    if not any(limit["largest_layers"] for limit in limits):
-        raise UsageError(
-            f"--memory: not even 1 layer fits into {args.memory:,.15g} bytes per rank at any stage"
-        )
-    lines = [
-        ("stage", "parameters (state alone)", "layers (whole step)", "micro-batch (whole step)")
-    ]
-    for stage, limit in zip(STAGES, limits, strict=True):
-        counts = [limit["largest_layers"], limit["largest_micro_batch"]]
-        said = [
-            "none" if not n else f"{n:,}" + (" or more" if n == HIGHEST else "") for n in counts
-        ]
-        lines.append((f"  {stage.number}", f"{limit['largest_parameters']:.4g}", *said))
-    return f"largest that fits {in_bytes(args.memory)} per rank, all else as above\n{table(lines)}"
-
-
-def _times(walks, turning, speed, args):
-    """What a step may take: the arithmetic and the messages, hidden behind each other or not at all."""
-    lines = [
-        (
-            "stage",
-            "compute",
-            "messages",
-            "share",
-            "step, all hidden",
-            "step, none hidden",
-            "ranks that pay",
-        )
-    ]
-    for walk, (ranks, found) in zip(walks, turning, strict=True):
-        compute, comm = speed.compute_s(walk), speed.comm_s(walk)
-        times = [
-            seconds(compute),
-            seconds(comm),
-            f"{comm / (compute + comm):.1%}",
-            seconds(max(compute, comm)),
-        ]
-        pays = f"{ranks:,}" if found else f"{ranks:,} and more"
-        lines.append((f"  {walk.stage.number}", *times, seconds(compute + comm), pays))
-    source = args.calibrate or "the flags"
-    return (
-        f"time of a step at {speed.flops:.3g} FLOPs/s and {speed.bandwidth:.3g} bytes/s per rank ({source}): matrix products\n"
-        "and messages alone. Ranks that pay: at the same global batch, where messages come to take as long as the products\n"
-        + table(lines)
-    )
-
-
-def _moved(walks, args):
-    """The walk's collectives, beside the closed form (paper, section 7)."""
-    lines = [
-        ("stage", "collective", "calls", "elements", "formula", "bytes sent", "of which padding")
-    ]
-    for walk in walks:
-        formula = elements_moved(
-            walk.stage, walk.schedule, walk.unit_sizes, args.accumulate, walk.reduce_each
-        )
-        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-            moved = walk.comm[kind]
-            amounts = [
-                f"{moved[name]:,}" for name in ("calls", "elements", "bytes_sent", "padding_bytes")
-            ]
-            expected = f"{formula[kind]:,}" if kind in formula else "-"
-            name = "scalars" if kind == "all_reduce" else kind
-            lines.append((f"  {walk.stage.number}", name, *amounts[:2], expected, *amounts[2:]))
-    flops = walks[0].flops
-    return f"moved by rank 0 in a step; {flops:,} FLOPs of matrix products in it\n" + table(
-        lines, 2
-    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from zmpi.ledger import OWNED
 from zmpi.manners.guard import Agreed
 from zmpi.manners.launch import ranks_on_this_node
 from zmpi.precision import Policy
-from zmpi.stages import STAGES, elements_moved, state_bytes
+from zmpi.stages import elements_moved, state_bytes
 from zmpi.trace import Trace, aligned
 
 MOVED = ("all_gather", "reduce_scatter")
@@ -125,34 +125,39 @@ def _timed(trial, world, stage):
             comm, units = zero.ledger["comm"], _by_unit(zero.ledger.moved)
         memory |= Counter(zero.ledger["memory"])  # the highest of each
     step_s = median(times)
-    shares = everyone(world, sum(blocked) / sum(times))
-    kinds = {kind: everyone(world, memory[kind]) for kind in (*OWNED, "full_peak", "work")}
-    sizes = {name: unit.layout.elements for name, unit in zero.units.items()}
-    padded = {name: unit.layout.padded for name, unit in zero.units.items()}
-    recipe, ranks = trial.policy.recipe, zero.comm.shards
-    owned = state_bytes(
-        STAGES[stage], sum(padded.values()), ranks, recipe, len(trial.optimizer.moments)
-    )
     return {
         "step_s": step_s,
         "all_step_s": times,
         "tokens_per_s": zero.last.tokens / step_s,
         "blocked_s": median(blocked),
-        "blocked_share": shares,
+        "blocked_share": everyone(world, sum(blocked) / sum(times)),
         "bytes_sent": sum(kind["bytes_sent"] for kind in comm.values()),
         "loss": loss,
         "resident_peak": everyone(world, resident.read()),
         "resident_exact": resident.exact,
-        "state": {kind: {"formula": owned[kind], "measured": kinds[kind]} for kind in OWNED},
-        "booked": {"full": kinds["full_peak"], "work": kinds["work"]},
-        "moved": _volumes(zero, comm, sizes, padded),
+        **_booked(trial, zero, memory),
+        "moved": _volumes(zero, comm),
         "units": units,
     }
 
 
-def _volumes(zero, booked, sizes, padded):
+def _booked(trial, zero, memory):
+    """Every rank's bytes of state, by the stage's formula and as booked, and of the other kinds of memory, as booked."""
+    kinds = {kind: everyone(zero.world, memory[kind]) for kind in (*OWNED, "full_peak", "work")}
+    padded = sum(unit.layout.padded for unit in zero.units.values())
+    recipe, moments = trial.policy.recipe, len(trial.optimizer.moments)
+    owned = state_bytes(zero.stage, padded, zero.comm.shards, recipe, moments)
+    return {
+        "state": {kind: {"formula": owned[kind], "measured": kinds[kind]} for kind in OWNED},
+        "booked": {"full": kinds["full_peak"], "work": kinds["work"]},
+    }
+
+
+def _volumes(zero, booked):
     """{collective: elements and bytes of a step, by the closed form (paper, section 7) and as booked by this rank}."""
     ranks, itemsize = zero.comm.shards, zero.policy.recipe.gradient.itemsize
+    sizes = {name: unit.layout.elements for name, unit in zero.units.items()}
+    padded = {name: unit.layout.padded for name, unit in zero.units.items()}
     form = [zero.last.micro_batches, zero.comm.ordered]
     elements = elements_moved(zero.stage, zero.schedule, sizes, *form)
     flat = elements_moved(zero.stage, zero.schedule, padded, *form)

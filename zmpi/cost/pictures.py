@@ -214,10 +214,8 @@ def _lanes(rows):
     return figure
 
 
-def sweep_picture(axis, reports):
-    """Throughput, blocked share and array peak along the axis, a line for each stage."""
-    figure, axes = _axes(1, 3, 11, 3.6)
-    at = [int(point_of(axis, report).split()[1]) for report in reports]
+def _sweep_quantities(reports):
+    """((label, figure of a stage's row), ...), one for each of the sweep's three pictures."""
     peaks = [
         max(row["arrays"]["peak"]["measured"])
         for report in reports
@@ -225,7 +223,7 @@ def sweep_picture(axis, reports):
         if "error" not in row
     ]
     divisor, name = unit_for(max(peaks, default=1))
-    quantities = (
+    return (
         ("tokens per second", lambda row: row["tokens_per_s"]),
         (
             "blocked (% of a step)",
@@ -236,8 +234,14 @@ def sweep_picture(axis, reports):
             lambda row: max(row["arrays"]["peak"]["measured"]) / divisor,
         ),
     )
+
+
+def sweep_picture(axis, reports):
+    """Throughput, blocked share and array peak along the axis, a line for each stage."""
+    figure, axes = _axes(1, 3, 11, 3.6)
+    at = [int(point_of(axis, report).split()[1]) for report in reports]
     stages = [row["stage"] for row in reports[0]["stages"]]
-    for one, (label, of) in zip(axes, quantities, strict=True):
+    for one, (label, of) in zip(axes, _sweep_quantities(reports), strict=True):
         for i, stage in enumerate(stages):
             points = [
                 (x, of(r["stages"][i]))
