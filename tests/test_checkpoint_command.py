@@ -12,6 +12,8 @@ from mpirun import ROOT, run_world
 
 from zmpi.saving.folder import Folder, newest
 from zmpi.saving.manifest import Manifest
+from zmpi.saving.resume import take_settings
+from zmpi.train import parser
 
 DRIVER = Path(__file__).parent / "faults" / "checkpoint_driver.py"
 
@@ -180,7 +182,9 @@ CONTRADICTIONS = {
     "--schedule constant": "--schedule: constant contradicts cosine",
     "--optimizer sgd": "--optimizer: sgd contradicts adamw",
     "--weight-decay 0": "--weight-decay: 0.0 contradicts 0.1",
-    "--micro-batch 3": "3 x 1 x 2 is not the checkpoint's 4 sequences",
+    "--micro-batch 3": "3 x 1 x 2 is not the checkpoint's 4 sequences; --micro-batch 2 would",
+    "--micro-batch 3 --accumulate 2": "4 sequences; --micro-batch 2 --accumulate 1 would fit",
+    "--accumulate 3": "4 sequences; --accumulate 2 would fit",
     "--steps 3": "--steps: 3 in total, but 4 are done",
     "--init-from /tmp": "--init-from:",
     "--data {self}": "is another text than the checkpoint's: tokens",
@@ -199,6 +203,14 @@ def test_a_flag_that_contradicts_the_checkpoint_is_an_error(copy):
     refused(
         train(2, "--resume", "--checkpoint", copy, "--width", "25"), "--width: 25 contradicts 24"
     )
+
+
+def test_where_no_batch_fits_the_ranks_the_numbers_of_ranks_that_would_are_named(saved):
+    """The checkpoint's 4 sequences on 3 and 5 ranks: no process is needed to see it."""
+    manifest = Manifest.read(newest(saved))
+    for size, fitting in ((3, "2 or 4"), (5, "4")):
+        with pytest.raises(ValueError, match=f"none fits {size} ranks; {fitting} ranks would fit"):
+            take_settings(parser().parse_args([]), {}, manifest, size)
 
 
 def test_flags_that_agree_or_are_free_are_none(copy, tmp_path):

@@ -180,6 +180,7 @@ def test_the_summary_sets_what_was_measured_beside_the_formula(logged):
         in ended.output
     )
     assert "train: 100%" in ended.output
+    assert "held out (an evaluation uses the first 128 sequences)" in ended.output
     for kind in ("parameters", "gradients", "optimizer", "all_gather", "reduce_scatter"):
         (numbers,) = re.findall(rf"^  {kind} +([\d,]+) +([\d,]+)$", ended.output, re.MULTILINE)
         assert numbers[0] == numbers[1], kind

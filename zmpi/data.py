@@ -27,6 +27,11 @@ class Text:
             row[:] = tokens[start : start + self.context + 1]
         return window_BT
 
+    @property
+    def evaluated(self):
+        """Sequences of one evaluation, over all ranks: the first of the held-out text, without overlap."""
+        return min(EVALUATED, max(0, len(self.held_out) - 1) // self.context)
+
     def starts(self, seed, step, sequences):
         """Where in `train` the given sequences of a step begin: drawn uniformly, each by itself."""
         choices = len(self.train) - self.context
@@ -64,7 +69,7 @@ class Batches:
 
         Every rank brings as many; what is past the end is filled with windows whose targets (-1) are not counted.
         """
-        text, total = self.text, self._evaluated
+        text, total = self.text, self.text.evaluated
         found = []
         for m in range(-(-total // (self.micro_batch * self.size))):
             sequences = self._sequences(m)
@@ -77,11 +82,7 @@ class Batches:
     @property
     def held_out_tokens(self):
         """Counted targets of one evaluation, over all ranks."""
-        return self._evaluated * (1 if self.last_only else self.text.context)
-
-    @property
-    def _evaluated(self):
-        return min(EVALUATED, max(0, len(self.text.held_out) - 1) // self.text.context)
+        return self.text.evaluated * (1 if self.last_only else self.text.context)
 
     def _sequences(self, m):
         j = m * self.size + self.rank

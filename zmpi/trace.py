@@ -6,6 +6,7 @@ from pathlib import Path
 from time import perf_counter
 
 from zmpi.cost.watch import Watch
+from zmpi.manners.table import table
 
 STEPS = 100  # that a trace keeps, the last ones: a long run's trace must not grow with it
 ROUNDS = 20  # of the messages by which two clocks are compared
@@ -185,15 +186,12 @@ def as_text(lanes):
         if event["step"] == last
     ]
     found.sort(key=lambda entry: entry[:2])
-    first, lines = found[0][0], []
+    first, rows = found[0][0], []
     for start, rank, event in found:
-        took = f"at {(start - first) * 1e3:.2f} ms for {(event['end'] - start) * 1e3:.2f} ms"
-        lines.append(
-            f"rank {rank}  {event['verb']} {event['name']}".ljust(32)
-            + f"{_said(event, len(lanes))}".ljust(44)
-            + took
-        )
-    return "\n".join(lines) + "\n"
+        began, took = (start - first) * 1e3, (event["end"] - start) * 1e3
+        what = f"{event['verb']} {event['name']}", _said(event, len(lanes))
+        rows.append((f"rank {rank}", *what, f"at {began:.2f} ms", f"for {took:.2f} ms"))
+    return table(rows, left=3) + "\n"
 
 
 def _said(event, ranks):

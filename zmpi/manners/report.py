@@ -123,8 +123,11 @@ def opening(zero, args, text):
     """What is about to run, in a few lines: everything that was chosen for the user is named."""
     world = zero.world
     parameters = sum(unit.layout.elements for unit in zero.units.values())
+    evaluated = f"{text.evaluated} sequence{'s' * (text.evaluated > 1)}"
     held_out = (
-        f"{len(text.held_out):,} held out" if len(text.held_out) else "none held out (too short)"
+        f"{len(text.held_out):,} held out (an evaluation uses the first {evaluated})"
+        if len(text.held_out)
+        else "none held out (too short)"
     )
     plural = "s" if world.size > 1 else ""
     return (

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 
+from zmpi.data import EVALUATED
 from zmpi.manners.model_flags import SEEDS, model_flags
 from zmpi.manners.options import (
     auto_or_real,
@@ -46,7 +47,7 @@ def _training_flags(group):
         "--eval-every",
         type=whole(0),
         default=0,
-        help="steps between evaluations (0: at the end only)",
+        help=f"steps between evaluations of up to {EVALUATED} sequences (0: at the end only)",
     )
 
 

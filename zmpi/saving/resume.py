@@ -141,5 +141,24 @@ def _fit_batch(args, given, batch, size):
     if args.micro_batch * args.accumulate * size != batch:
         product = f"{args.micro_batch} x {args.accumulate} x {size}"
         raise ValueError(
-            f"--micro-batch: micro-batch x accumulate x ranks = {product} is not the checkpoint's {batch} sequences"
+            f"--micro-batch: micro-batch x accumulate x ranks = {product} is not the checkpoint's"
+            f" {batch} sequences; {_what_fits(args, given, batch, size)}"
         )
+
+
+def _what_fits(args, given, batch, size):
+    """The flags with which `size` ranks take a global batch of so many sequences, if any do."""
+    if batch % size:
+        fitting = [ranks for ranks in range(1, batch + 1) if batch % ranks == 0]
+        fewer, more = [n for n in fitting if n < size][-1:], [n for n in fitting if n > size][:1]
+        return f"none fits {size} ranks; {' or '.join(map(str, fewer + more))} ranks would fit"
+
+    def largest(at_most):
+        return max(n for n in range(1, at_most + 1) if (batch // size) % n == 0)
+
+    if "accumulate" in given and "micro_batch" not in given:
+        return f"--accumulate {largest(args.accumulate)} would fit"
+    micro_batch = largest(args.micro_batch)
+    follows = "accumulate" not in given
+    accumulate = "" if follows else f" --accumulate {batch // size // micro_batch}"
+    return f"--micro-batch {micro_batch}{accumulate} would fit"
