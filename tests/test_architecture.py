@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     0: """stages layout schedule precision kernels memory sums transport coding sampling
-          manners.launch manners.hooks manners.table saving.blocks cost.counted""",
+          manners.launch manners.guard_messages manners.hooks manners.table saving.blocks cost.counted""",
     1: "device ledger optim manners.guard manners.machine saving.manifest saving.pretrained cost.paper cost.bench_table",
     2: "manners.agree",
     3: "comm manners.options saving.folder cost.pictures",

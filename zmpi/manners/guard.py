@@ -1,15 +1,16 @@
 """Nobody hangs (promise P4): a fault on one rank ends all ranks, with one message that names the rank.
 
-    fault on one rank     who finds it                             who speaks
+    fault on one rank     found by                                 told by
     exception, signal     its own hook, its own thread             that rank, which then aborts the world
-    sys.exit alone        who stands 5 s in a wait which that      the rank that exited: its atexit handler
-                          rank never entered                       waits until all ranks are exiting
-    sleep, lost message   who stands for `timeout`                 the lowest of those who stand
+    sys.exit alone        a rank blocked for 5 s in a collective   the rank that exited: its atexit handler
+                          that the exited rank never entered       waits until all ranks are exiting
+    sleep, lost message   a rank blocked for `timeout`             the lowest of the blocked ranks
 
-One thread per rank looks at a private communicator ten times a second, and at the wake-up descriptor of the signals. It
-runs while the main thread sleeps or stands inside MPI, so every rank whose interpreter is alive answers. It only ever
-probes: a blocking MPI call would hold a core. Where several ranks find a fault together, one speaks (`_may_speak`).
-The module knows no MPI library: `zmpi/comm.py` hands it a communicator.
+Here is the judgement: which rank is missing, which may speak, when to end. The messages are in guard_messages.py. One
+thread per rank looks ten times a second at them, at how long its rank has waited, and at the wake-up descriptor of the
+signals. It runs while the main thread sleeps or is blocked inside MPI, so every rank whose interpreter is alive answers.
+Where several ranks find a fault together, one speaks (`_may_speak`). The module knows no MPI library: `zmpi/comm.py`
+hands it a communicator.
 """
 
 import faulthandler
@@ -20,6 +21,7 @@ import threading
 import time
 import traceback
 
+from zmpi.manners.guard_messages import GuardMessages
 from zmpi.manners.hooks import ENDING, Hooks, say
 
 POLL = 0.1  # seconds between two looks at the private communicator
@@ -29,7 +31,6 @@ STAND = 5.0  # seconds in a wait which an exited rank never entered
 LEAVE = 30.0  # seconds that a rank which exits before its first World() stays for the others
 DRAIN = 0.1  # seconds left to the launcher to carry the last line out
 PATIENCE = 8.0  # seconds after which a rank that is ending but cannot (its stderr is blocked, say) dies without a word
-ROLL_CALL = 24242  # tag of the one message to each rank that goes over the world's own communicator, see _roll_call
 
 
 class Agreed(Exception):
@@ -70,27 +71,18 @@ class Guard:
     def __init__(self, comm, abort, finalized, multiple: bool):
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.program = "zmpi"  # opens every line
-        self.line_start = (
-            ""  # printed before a message; "\n" while a progress bar stands in the last line
-        )
+        self.line_start = ""  # before a message; "\n" while a progress bar is in the last line
         self.timeout = 300.0  # seconds
         self.stop_requested = 0  # signal number, see finish_on_signal
-        self._comm, self._abort, self._finalized, self._multiple = comm, abort, finalized, multiple
-        self._private = None  # the duplicate on which the threads talk, once all ranks have met
+        self._abort, self._finalized, self._multiple = abort, finalized, multiple
+        self._messages = GuardMessages(comm, lambda: (self._state[0], self._doing()))
         # (waits entered, name of the last one, time entered or 0.0 outside): one tuple, so that the thread reads all of
         # one moment. Ranks enter the same waits in the same order, so the first number compares them.
         self._state = (0, "the start", 0.0)
         self._why = ""  # it is exiting, where that is more than a status
-        self._gone = {}  # rank: (waits entered, time heard) of those who are exiting
-        self._claims = {}  # rank: line of those who found a fault
-        self._answers = {}  # rank: (waits entered, what it is doing)
-        self._sent = []  # requests: they hold their messages, which are few and so short that MPI sends them at once
-        self._told = 0  # the wait for which an exited rank was told that this one stands
-        self._all_gone, self._stop, self._ending = (
-            threading.Event(),
-            threading.Event(),
-            threading.Lock(),
-        )
+        self._told = 0  # the wait for which an exited rank was told that this one is left waiting
+        self._all_gone, self._stop = threading.Event(), threading.Event()
+        self._ending = threading.Lock()
         self._finish = self._closed = False
         self._hooks, self._thread = Hooks(), None
         self._hooks.take_exits(self.close)
@@ -108,17 +100,14 @@ class Guard:
 
     def __exit__(self, kind, error, trace):
         count, name, _ = self._state
-        self._state = (
-            count - (kind is not None),
-            name,
-            0.0,
-        )  # who leaves by an exception has not taken part
+        # a rank that leaves by an exception has not taken part
+        self._state = (count - (kind is not None), name, 0.0)
 
     def meet(self, timeout: float) -> "Guard":
         """Wait for all ranks, the first time; every World() calls it. `timeout` (seconds) holds from now on."""
         self.timeout = timeout
-        if self.size > 1 and self._multiple and self._private is None:
-            heard = self._roll_call(None, timeout)
+        if self.size > 1 and self._multiple and not self._messages.can_talk:
+            heard = self._messages.roll_call(None, timeout)
             exits = [(rank, *word) for rank, word in sorted(heard.items()) if word]
             absent = [rank for rank in range(self.size) if rank not in heard]
             for rank, status, doing in exits[:1]:
@@ -131,30 +120,9 @@ class Guard:
                     1,
                     f"World() did not complete within {timeout:g} s: {_ranks(absent)} never made one",
                 )
-            self._private = self._comm.Dup()
+            self._messages.open()
             self._hooks.wake()
         return self
-
-    def _roll_call(self, word, seconds: float) -> dict:
-        """Tell all ranks one word, and hear theirs: rank -> None (it makes a World) or (status, how it exited).
-
-        Only polls: a blocking Dup could name no one. Who makes a World needs to hear of one exit only, who exits of all.
-        """
-        heard = {self.rank: None}
-        self._sent += [
-            self._comm.isend(word, dest=rank, tag=ROLL_CALL)
-            for rank in range(self.size)
-            if rank != self.rank
-        ]
-        end = time.monotonic() + seconds
-        while (
-            len(heard) < self.size and time.monotonic() < end and (word or not any(heard.values()))
-        ):
-            for rank in range(self.size):
-                if rank not in heard and self._comm.iprobe(source=rank, tag=ROLL_CALL):
-                    heard[rank] = self._comm.recv(source=rank, tag=ROLL_CALL)
-            time.sleep(0.001)
-        return heard
 
     def finish_on_signal(self) -> None:
         """From now on the first SIGTERM or SIGUSR1 only sets `stop_requested`; the second ends the world at once."""
@@ -168,11 +136,10 @@ class Guard:
             return
         self._closed = True
         if self.size > 1 and self._multiple and not self._finalized():
-            if self._private is None:
-                self._roll_call((self._exit_status(), self._doing()), LEAVE)
+            if not self._messages.can_talk:
+                self._messages.roll_call((self._exit_status(), self._doing()), LEAVE)
             else:
-                self._gone[self.rank] = (self._state[0], time.monotonic())
-                self._tell("exit", range(self.size), self._state[0])
+                self._messages.say_exit()
                 self._hooks.wake()
                 self._all_gone.wait()
         self._stop.set()
@@ -207,61 +174,43 @@ class Guard:
 
     def _watch(self) -> None:
         while not self._stop.is_set():
-            only_signals = self._private is None and (self._multiple or self.size == 1)
+            only_signals = not self._messages.can_talk and (self._multiple or self.size == 1)
             for number in self._hooks.heard(None if only_signals else POLL):
                 self._signalled(number)
             if not self._finalized():
-                self._receive()
+                self._messages.receive()
                 self._judge()
 
     def _signalled(self, number: int) -> None:
         if self._finish and number != signal.SIGINT and not self.stop_requested:
             self.stop_requested = number
         else:
-            if self.size > 1 and self._private is None:
+            if self.size > 1 and not self._messages.can_talk:
                 time.sleep(
                     ANSWER
                 )  # it may be a launcher's, which ends all ranks because another has spoken and aborted
             self._end(128 + number, f"rank {self.rank}: ended by {signal.Signals(number).name}")
 
-    def _tell(self, what: str, ranks, *facts) -> None:
-        self._sent += [
-            self._private.isend((what, self.rank, *facts), dest=rank)
-            for rank in ranks
-            if rank != self.rank
-        ]
-
-    def _receive(self) -> None:
-        while self._private is not None and (message := self._private.improbe()) is not None:
-            match message.recv():
-                case "claim", rank, line:
-                    self._claims[rank] = line
-                case "ask", rank:
-                    self._tell("answer", [rank], self._state[0], self._doing())
-                case "answer", rank, count, doing:
-                    self._answers[rank] = (count, doing)
-                case "exit", rank, count:
-                    self._gone[rank] = (count, time.monotonic())
-                case "stands", _, name:
-                    fault = f"{self._doing()}; the others stand in {name}, which it never entered"
-                    self._end(self._exit_status(), f"rank {self.rank}: {fault}")
-
     def _judge(self) -> None:
-        """Is it time to leave; did an exited rank leave this one standing; did it stand too long."""
-        if len(self._gone) == self.size:
+        """Is it time to leave; did this rank exit while others wait for it, or the reverse; did it wait too long."""
+        exited = self._messages.exited
+        if len(exited) == self.size:
             self._all_gone.set()
+        if self._messages.abandoned:
+            fault = f"the others stand in {self._messages.abandoned}, which it never entered"
+            self._end(self._exit_status(), f"rank {self.rank}: {self._doing()}; {fault}")
         count, name, entered = self._state
         now = time.monotonic()
         if not entered or self._ending.locked():
             return
         deserters = [
             rank
-            for rank, (reached, heard) in self._gone.items()
+            for rank, (reached, heard) in exited.items()
             if reached < count and now - max(heard, entered) > STAND
         ]
         if deserters and self._told != count:
             self._told = count
-            self._tell("stands", [min(deserters)], name)
+            self._messages.say_abandoned(min(deserters), name)
         if now - entered > self.timeout:
             self._end(1, "", lambda: self._report(count, name))
 
@@ -281,19 +230,16 @@ class Guard:
     def _report(self, count: int, name: str) -> str:
         """Ask every rank where it is: who never arrived at this wait, and a line for each rank."""
         opening = f"{self.program}: {name} did not complete within {self.timeout:g} s: "
-        if self._private is None:
+        if not self._messages.can_talk:
             return f"{opening}rank {self.rank} stands in it; the others cannot be asked (no MPI_THREAD_MULTIPLE)\n"
-        self._answers = {self.rank: (count, self._doing())}
-        self._tell("ask", range(self.size))
-        self._listen(ANSWER, self._answers)
-        absent = [rank for rank in sorted(self._answers) if self._answers[rank][0] < count]
-        silent = [rank for rank in range(self.size) if rank not in self._answers]
+        answers = self._messages.ask_all(ANSWER)
+        absent = [rank for rank in sorted(answers) if answers[rank][0] < count]
+        silent = [rank for rank in range(self.size) if rank not in answers]
         verdict = [f"{_ranks(absent)} never arrived"] if absent else []
         verdict += [f"no answer from {_ranks(silent)}"] if silent else []
         lines = [opening + ("; ".join(verdict) or "all ranks arrived")]
         lines += [
-            f"  rank {rank}: {self._answers.get(rank, (0, 'no answer'))[1]}"
-            for rank in range(self.size)
+            f"  rank {rank}: {answers.get(rank, (0, 'no answer'))[1]}" for rank in range(self.size)
         ]
         return "\n".join(lines) + "\n"
 
@@ -307,7 +253,7 @@ class Guard:
                 fault = line.partition(": ")[2]  # after the rank; who found the same is not named
                 others = [
                     other
-                    for _, other in sorted(self._claims.items())
+                    for _, other in sorted(self._messages.claims.items())
                     if other.partition(": ")[2] != fault
                 ]
                 say(
@@ -325,23 +271,15 @@ class Guard:
     def _may_speak(self, line: str) -> bool:
         """True on one of the ranks that found a fault: the first, and the lowest of those who find it together."""
         if (
-            self._private is None
+            not self._messages.can_talk
         ):  # they cannot ask each other: the lowest speaks first, and its abort ends the others
             time.sleep(min(self.rank * 3 * DRAIN, ANSWER))
             return True
-        if self._claims:
+        if self._messages.claims:
             return False
-        self._claims[self.rank] = line
-        self._tell("claim", range(self.size), line)
-        self._listen(SETTLE, self._claims)
-        return min(self._claims) == self.rank
-
-    def _listen(self, seconds: float, heard: dict) -> None:
-        """Receive for so long, or until every rank is in `heard`."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and len(heard) < self.size:
-            self._receive()
-            time.sleep(POLL / 10)
+        self._messages.claim(line)
+        self._messages.listen(SETTLE, self._messages.claims)
+        return min(self._messages.claims) == self.rank
 
 
 def _ranks(ranks: list) -> str:
