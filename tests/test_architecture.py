@@ -10,13 +10,13 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     0: """stages layout schedule precision kernels memory sums transport coding sampling
           manners.launch manners.guard_messages manners.hooks manners.table saving.blocks cost.counted""",
-    1: "device ledger optim manners.guard manners.machine saving.manifest saving.pretrained cost.paper cost.bench_table",
+    1: "data device ledger optim manners.guard manners.machine saving.manifest saving.pretrained cost.paper cost.bench_table",
     2: "manners.agree",
     3: "comm manners.options saving.folder cost.pictures",
     4: "unit manners.model_flags cost.page",
     5: "checkpoint",
     6: "engine",
-    7: "data trial manners.report manners.start saving.resume cost.watch",
+    7: "trial manners.report manners.start saving.resume cost.watch",
     8: "manners.train_flags trace cost.probes cost.dryrun",
     9: "cost.estimate",
     10: "cost.measure cost.plan_tables",

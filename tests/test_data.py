@@ -1,13 +1,15 @@
 """The data: which windows a step sees, that no split changes them, and what cannot be trained on (B11, B19)."""
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmpi.data import EVALUATED, Batches, Text, load_text
+from zmpi.data import EVALUATED, SAMPLE, SPREAD, Batches, Text, described, load_text
+from zmpi.saving.resume import same_text
 
 CONTEXT = 8
 
@@ -206,3 +208,68 @@ def test_a_file_is_mapped_and_not_read(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes(bytes(1000))
     assert isinstance(load_text(str(path), 8, 256).train, np.memmap)
+
+
+# ---- which text it is ------------------------------------------------------------------------------------------------
+
+
+def test_a_text_is_told_from_another_wherever_they_differ():
+    """Every token counts in the spread samples of a text that they cover; and where the two parts meet is the same."""
+    rng = np.random.default_rng(0)
+    for length in (CONTEXT + 1, 1000, SPREAD * SAMPLE):
+        tokens = rng.integers(0, 256, length, np.uint8)
+        for cut in (length, length - length // 10):
+            text = Text(tokens[:cut], tokens[cut:], CONTEXT)
+            assert text.fingerprint == Text(tokens[:cut].copy(), tokens[cut:], 9).fingerprint
+            for place in {
+                0,
+                length // 2,
+                cut - 1,
+                length - 1,
+                *rng.integers(0, length, 5).tolist(),
+            }:
+                other = tokens.copy()
+                other[place] ^= 1
+                found = Text(other[:cut], other[cut:], CONTEXT).fingerprint
+                assert found["spread_crc32"] != text.fingerprint["spread_crc32"], (length, place)
+
+
+def test_reading_the_fingerprint_of_a_large_text_stays_small():
+    """Tokens are counted as they are sliced: 11 Mi at most, however many there are."""
+    read = []
+
+    class Counted(np.ndarray):
+        def __getitem__(self, key):
+            found = super().__getitem__(key)
+            read.append(len(found))
+            return found
+
+    tokens = np.broadcast_to(np.uint8(7), 1 << 40).view(Counted)
+    assert Text(tokens, tokens[:0], CONTEXT).fingerprint["tokens"] == 1 << 40
+    assert 3 << 20 < sum(read) <= 11 << 20
+
+
+def test_a_resume_with_the_builtin_text_of_another_python_says_what_to_do(tmp_path):
+    (tmp_path / "old.txt").write_bytes(bytes(range(100)))
+    (tmp_path / "new.txt").write_bytes(bytes(range(1, 101)))
+    old, new = (load_text(str(tmp_path / f"{name}.txt"), 8, 256) for name in ("old", "new"))
+    saved = {**described(old, "builtin"), "python": "3.99.1"}
+    for entries, told in ((saved, r"Python 3\.99\.1"), (old.fingerprint, "another Python")):
+        manifest = {"run": {"data": entries}}
+        message = (
+            f"--data: builtin is another text .*: crc32 .*checkpoint's with {told}, .*--data FILE"
+        )
+        with pytest.raises(ValueError, match=message):
+            same_text(new, SimpleNamespace(data="builtin"), manifest)
+        same_text(old, SimpleNamespace(data=str(tmp_path / "old.txt")), manifest)
+    with pytest.raises(
+        ValueError, match=r"new\.txt is another text than the checkpoint's: crc32 \d+, was \d+$"
+    ):
+        same_text(new, SimpleNamespace(data="new.txt"), manifest)
+
+
+def test_a_checkpoint_with_one_checksum_is_resumed():
+    """Those of zmpi before the spread checksum."""
+    text = text_of()
+    manifest = {"run": {"data": {n: v for n, v in text.fingerprint.items() if n != "spread_crc32"}}}
+    same_text(text, SimpleNamespace(data="text"), manifest)

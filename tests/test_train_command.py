@@ -10,6 +10,7 @@ import pytest
 from mpirun import ROOT, run_world
 
 from zmpi import __version__
+from zmpi.data import described, load_text
 from zmpi.train import parser
 
 words = str.split
@@ -24,7 +25,7 @@ FLAGS = words("""
 --keep --resume --init-from --trace --timeout --comm --help --version""")
 
 HEADER = words("""zmpi argv size stage parameters unit_sizes padded_unit_sizes recipe micro_batch accumulate threads device mpi
-transport reduction""")
+transport reduction data""")
 STEP = words(
     "step loss grad_norm lr tokens step_s tokens_per_s optimizer_t loss_scale skipped comm memory"
 )
@@ -98,6 +99,8 @@ def test_the_header_says_what_was_run(logged):
         "host",
         "ordered",
     )
+    data = described(load_text("builtin", 8, 256), "builtin")
+    assert header["data"] == {"source": "builtin", **data} and data["python"]
     assert header["recipe"] == {"name": "float32", "parameters": 4, "gradients": 4, "optimizer": 8}
     outer, block = 256 * 12 + 8 * 12 + 24, 12 * 12 * 12 + 13 * 12
     assert header["unit_sizes"] == {"outer": outer, "h.0": block}

@@ -4,12 +4,17 @@ Global micro-batch j holds the sequences j x b ... j x b + b - 1 (b: sequences p
 is j = m x size + r. So any split of a global batch over ranks and micro-batches sees the same sequences in the same order.
 """
 
+import platform
+import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 EVALUATED = 128  # held-out sequences of one evaluation, at most
+END = 1 << 20  # tokens at either end of a part whose bytes are in its checksum
+SPREAD, SAMPLE = 64, 1 << 16  # and that many samples of so many tokens, evenly spread over all
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,29 @@ class Text:
     train: np.ndarray
     held_out: np.ndarray  # the last tenth, or empty where it would be too short to hold a window
     context: int  # tokens of a sequence's input; its window is one longer
+
+    @cached_property
+    def fingerprint(self):
+        """{"tokens", "kind", "crc32", "spread_crc32"}: tells one text from another, at the cost of reading at most 11 MiB.
+
+        `crc32` is of the ends of both parts, `spread_crc32` of samples over all tokens (of every token where they are
+        fewer than SPREAD x SAMPLE). In a larger text a change between the samples that keeps its length is not seen.
+        """
+        ends = (self.train[:END], self.train[-END:], self.held_out[-END:])
+        last = max(0, len(self.train) + len(self.held_out) - SAMPLE)
+        starts = (last * i // (SPREAD - 1) for i in range(SPREAD))
+        return {
+            "tokens": len(self.train) + len(self.held_out),
+            "kind": self.train.dtype.name,
+            "crc32": _checksum(ends),
+            "spread_crc32": _checksum(self._tokens(start, start + SAMPLE) for start in starts),
+        }
+
+    def _tokens(self, start, stop):
+        """tokens[start:stop] of both parts as one."""
+        cut = len(self.train)
+        inner = self.train[start:stop], self.held_out[max(0, start - cut) : max(0, stop - cut)]
+        return np.concatenate(inner)
 
     def windows(self, starts, tokens):
         """The windows that begin at `starts`, as int64 (len(starts), context + 1)."""
@@ -122,8 +150,25 @@ def load_text(source, context, vocab, rank=0, size=1):
     return Text(tokens[:cut], tokens[cut:], context)
 
 
+def described(text, source):
+    """What a log and a checkpoint keep of a text: its fingerprint, and for "builtin" the Python that it comes with."""
+    python = {"python": platform.python_version()} if source == "builtin" else {}
+    return {**text.fingerprint, **python}
+
+
+def _checksum(parts):
+    """The CRC-32 of the bytes of some token vectors."""
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(np.ascontiguousarray(part), checksum)
+    return checksum
+
+
 def _builtin():
-    """The text of pydoc's topics, by key: about 450 kB of English and code that every CPython carries."""
+    """The text of pydoc's topics, by key: about 450 kB of English and code that every CPython carries.
+
+    Patch versions of Python differ in it: what was trained on is told by its fingerprint.
+    """
     try:
         from pydoc_data.topics import topics
     except ImportError:

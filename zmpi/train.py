@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from zmpi.checkpoint import Keeper, Stopped, find, load
 from zmpi.cost.watch import watched
-from zmpi.data import Batches, load_text
+from zmpi.data import Batches, described, load_text
 from zmpi.manners.guard import UsageError
 from zmpi.manners.model_flags import build_model, refuse_beyond_memory
 from zmpi.manners.options import Parser, named_as_flags
@@ -63,7 +63,7 @@ def _run(args, world, argv, held):
     if args.checkpoint and not keeper:
         keeper = _fresh(args, world, held)
     with world.agreed():
-        log = RunLog(args.log, zero, args, argv)
+        log = RunLog(args.log, zero, args, argv, described(text, args.data))
     _say(world, opening(zero, args, text))
     if manifest:
         saved = (

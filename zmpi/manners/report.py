@@ -20,7 +20,7 @@ class RunLog:
     With --resume a log that is there is continued. Raises ValueError where the file cannot be written, or is no log.
     """
 
-    def __init__(self, path, zero, args, argv):
+    def __init__(self, path, zero, args, argv, data):
         self.zero = zero
         self.last = self.last_evaluation = None
         self._file = None
@@ -33,7 +33,7 @@ class RunLog:
             self._file.seek(kept)
             self._file.truncate()
         else:
-            self._write(header(zero, args, sys.argv if argv is None else argv))
+            self._write(header(zero, args, sys.argv if argv is None else argv, data))
 
     def step(self, seconds):
         """Log the engine's last step, which took so many seconds here. Gathers every rank's memory; all ranks call it."""
@@ -97,8 +97,8 @@ def _number(value):
     return value if isfinite(value) else None
 
 
-def header(zero, args, argv):
-    """The log's first line."""
+def header(zero, args, argv, data):
+    """The log's first line. `data`: what tells its text from another."""
     layouts = [unit.layout for unit in zero.units.values()]
     return {
         "zmpi": __version__,
@@ -116,6 +116,7 @@ def header(zero, args, argv):
         "mpi": zero.world.library,
         "transport": zero.world.transport,
         "reduction": zero.comm.reduction,
+        "data": {"source": args.data, **data},
     }
 
 

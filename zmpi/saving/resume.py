@@ -4,12 +4,13 @@ A flag that is not given takes the saved value; one that is given must agree wit
 how the same training is carried out. Evaluations, logs and checkpoints are each run's own.
 """
 
-import zlib
+import platform
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
+from zmpi.data import described
 from zmpi.saving import pretrained
 
 FREE = (
@@ -38,7 +39,6 @@ OPTIMIZER = (
     "momentum",
 )
 SCALING = ("loss_scale", "loss_scale_window")  # of a precision: they go with it
-SAMPLE = 1 << 20  # bytes at either end of a text that are compared
 
 
 def describe_run(args, zero, text):
@@ -59,20 +59,7 @@ def describe_run(args, zero, text):
         "next_step": zero.step + 1,
         "sequences_seen": zero.step * batch,
     }
-    return {"flags": flags, "data": {**identity(text), **position}}
-
-
-def identity(text):
-    """What tells one text from another: its length, its kind of tokens, and a checksum of its ends."""
-    whole = [text.train[:SAMPLE], text.train[-SAMPLE:], text.held_out[-SAMPLE:]]
-    checksum = 0
-    for part in whole:
-        checksum = zlib.crc32(part.tobytes(), checksum)
-    return {
-        "tokens": len(text.train) + len(text.held_out),
-        "kind": text.train.dtype.name,
-        "crc32": checksum,
-    }
+    return {"flags": flags, "data": {**described(text, args.data), **position}}
 
 
 def take_settings(args, given, manifest, size):
@@ -94,12 +81,25 @@ def take_settings(args, given, manifest, size):
 
 def same_text(text, args, manifest):
     """Raise ValueError if the text is not the one that the checkpoint was trained on."""
-    saved, found = manifest["run"]["data"], identity(text)
-    for name, value in found.items():
-        if saved[name] != value:
+    saved = manifest["run"]["data"]
+    for name, value in text.fingerprint.items():
+        if saved.get(name, value) != value:  # older checkpoints have one checksum
+            found = f"{name} {value}, was {saved[name]}"
             raise ValueError(
-                f"--data: {args.data} is another text than the checkpoint's: {name} {value}, was {saved[name]}"
+                f"--data: {args.data} is another text than the checkpoint's: {found}"
+                f"{_other_python(args.data, saved)}"
             )
+
+
+def _other_python(source, saved):
+    """What to do where the built-in text is another one."""
+    if source != "builtin":
+        return ""
+    its = f"Python {saved['python']}" if "python" in saved else "another Python"
+    return (
+        f" (it comes with Python: the checkpoint's with {its}, this is {platform.python_version()});"
+        f" resume with {its}, or save its text to a file there and give --data FILE"
+    )
 
 
 def take_sizes(args, given):
