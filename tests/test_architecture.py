@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
-    0: """stages layout schedule precision kernels memory sums transport coding sampling
+    0: """stages layout schedule precision kernels memory sums transport formats coding sampling
           manners.launch manners.guard_messages manners.hooks manners.table saving.blocks cost.counted""",
     1: "data device ledger optim manners.guard manners.machine saving.manifest saving.pretrained cost.paper cost.bench_table",
     2: "manners.agree",

@@ -1,5 +1,9 @@
 """The data: which windows a step sees, that no split changes them, and what cannot be trained on (B11, B19)."""
 
+import bz2
+import gzip
+import lzma
+import os
 import sys
 from types import SimpleNamespace
 
@@ -204,10 +208,121 @@ def test_what_is_no_text_is_an_error(tmp_path):
             load_text(str(source), 8, vocab)
 
 
-def test_a_file_is_mapped_and_not_read(tmp_path):
+def test_a_file_is_read_where_windows_are(tmp_path, monkeypatch):
+    """A rank reads its windows; at the start, the file's beginning. Never the whole file."""
+    path, read, preadv = tmp_path / "text.txt", [], os.preadv
+
+    def counted(file, buffers, place):
+        read.append(sum(map(len, buffers)))
+        return preadv(file, buffers, place)
+
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)
+    text = load_text(str(path), 8, 256)
+    monkeypatch.setattr(os, "preadv", counted)
+    Batches(text, 1, 2, 4, False).of_step(0, 1, 2)
+    assert read == [9] * 8 and len(text.train) + len(text.held_out) == 1 << 40
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_named(tmp_path):
+    """A mapped file would end the process with SIGBUS."""
     path = tmp_path / "text.txt"
-    path.write_bytes(bytes(1000))
-    assert isinstance(load_text(str(path), 8, 256).train, np.memmap)
+    path.write_bytes(bytes(range(100, 200)) * 2)
+    text = load_text(str(path), 8, 256)
+    os.truncate(path, 90)
+    assert np.asarray(text.train[80:90]).tobytes() == bytes(range(180, 190))
+    with pytest.raises(ValueError, match=r"text\.txt: now 90 bytes; it was cut short while"):
+        np.asarray(text.train[85:94])
+    with pytest.raises(ValueError, match="cut short"):
+        for step in range(50):
+            Batches(text, 0, 1, 2, False).of_step(0, step, 1)
+
+
+# ---- files of another format -----------------------------------------------------------------------------------------
+
+IDS = 10 + np.random.default_rng(0).zipf(1.3, 4000).clip(max=50_000)  # most are low, as BPE's
+ENGLISH = b"A text that anyone could have written, in plain English.\n" * 20
+GERMAN = "Größer: ein Wort, so wie man es schreibt – mit Umlauten.\n" * 20
+NPY = b"\x93NUMPY\x01\x00v\x00{'descr': '<u2', 'fortran_order': False, 'shape': (4000,), }\n"
+WRONG = [  # what, its bytes, whether it is also no .bin
+    ("gzip", gzip.compress(ENGLISH), True),
+    ("bzip2", bz2.compress(ENGLISH), True),
+    ("xz", lzma.compress(ENGLISH), True),
+    ("zstd", b"\x28\xb5\x2f\xfd" + bytes(100), True),
+    ("zip", b"PK\x03\x04" + bytes(100), True),
+    ("tar", bytes(257) + b"ustar\x00" + bytes(1000), True),
+    ("NumPy", NPY + IDS.astype("<u2").tobytes(), True),
+    ("Parquet", b"PAR1" + bytes(100), True),
+    ("safetensors", b"\x40" + bytes(7) + b'{"wte":{}}' + bytes(100), True),
+    ("a Git LFS", b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d7a" * 16, True),
+    ("llm.c", np.array([20240520, 1, 4000], "<i4").tobytes() + bytes(1012), True),
+    ("UTF-16", ENGLISH.decode().encode("utf-16"), True),
+    ("16-bit numbers or UTF-16", ENGLISH.decode().encode("utf-16-le"), False),
+    ("big-endian", ENGLISH.decode().encode("utf-16-be"), True),
+    ("UTF-32", ENGLISH.decode().encode("utf-32"), True),
+    ("32-bit", ENGLISH.decode().encode("utf-32-le"), True),
+    ("32-bit", IDS.astype("<i4").tobytes(), True),
+    ("32-bit", np.where(np.arange(4000) % 9, IDS, -100).astype("<i4").tobytes(), True),
+    ("big-endian 32-bit", IDS.astype(">u4").tobytes(), True),
+    ("64-bit", IDS.astype("<i8").tobytes(), True),
+    ("big-endian 64-bit", IDS.astype(">i8").tobytes(), True),
+    ("16-bit", IDS.astype("<u2").tobytes(), False),
+    ("big-endian", IDS.astype(">u2").tobytes(), True),
+]
+
+
+@pytest.mark.parametrize("what", range(len(WRONG)), ids=[name for name, _, _ in WRONG])
+def test_a_file_of_another_format_is_recognised(tmp_path, what):
+    name, content, also_no_bin = WRONG[what]
+    for path in [tmp_path / "text.txt", tmp_path / "tokens.bin"][: 1 + also_no_bin]:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"^--data: {path}: expected .*, got {name}.*NumPy"):
+            load_text(str(path), 8, 65_536)
+
+
+def test_text_in_a_bin_file_is_recognised(tmp_path):
+    for content in (ENGLISH, GERMAN.encode(), GERMAN.encode()[:-1]):
+        (tmp_path / "t.bin").write_bytes(content[: len(content) // 2 * 2])
+        with pytest.raises(
+            ValueError, match=r"t\.bin: expected little-endian uint16 tokens, got text"
+        ):
+            load_text(str(tmp_path / "t.bin"), 8, 65_536)
+
+
+RIGHT = {  # names and bytes of what is taken as it is
+    "a.txt": ENGLISH,
+    "umlauts.txt": GERMAN.encode(),
+    "latin-1.txt": GERMAN.replace("–", "-").encode("latin-1"),
+    "bom.txt": GERMAN.encode("utf-8-sig"),
+    "japanese.txt": "吾輩は猫である。名前はまだ無い。\n".encode() * 20,
+    "records.txt": ENGLISH.replace(b"\n", b"\0\0"),
+    "zeros.txt": bytes(500),
+    "every byte.txt": bytes(range(256)) * 4,
+    "random.txt": np.random.default_rng(1).bytes(4096),
+    "ids.bin": IDS.astype("<u2").tobytes(),
+    "uniform.bin": np.random.default_rng(1).integers(0, 65_536, 4000).astype("<u2").tobytes(),
+    "characters.bin": (np.frombuffer(ENGLISH, np.uint8) % 65).astype("<u2").tobytes(),
+    "two letters.bin": np.random.default_rng(1).integers(0, 2, 4000).astype("<u2").tobytes(),
+    "one letter.bin": np.full(500, 300, "<u2").tobytes(),
+    "zeros.bin": bytes(500),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_text_and_tokens_are_taken_for_what_they_are(tmp_path, name):
+    (tmp_path / name).write_bytes(RIGHT[name])
+    text = load_text(str(tmp_path / name), 8, 65_536)
+    assert (
+        b"".join(np.asarray(part).tobytes() for part in (text.train, text.held_out)) == RIGHT[name]
+    )
+
+
+def test_a_pipe_and_a_device_are_refused_before_they_are_opened(tmp_path):
+    """Opened, a pipe would wait for its writer, on every rank."""
+    os.mkfifo(tmp_path / "pipe")
+    for source, kind in ((tmp_path / "pipe", "a pipe"), ("/dev/zero", "a device")):
+        with pytest.raises(ValueError, match=rf"^--data: expected a file, got {source} \({kind}\)"):
+            load_text(str(source), 8, 256)
 
 
 # ---- which text it is ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Global micro-batch j holds the sequences j x b ... j x b + b - 1 (b: sequences p
 is j = m x size + r. So any split of a global batch over ranks and micro-batches sees the same sequences in the same order.
 """
 
+import os
 import platform
 import zlib
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from zmpi.formats import LOOKED_AT, not_text, not_uint16, refuse_irregular
+from zmpi.saving.blocks import named
+
 EVALUATED = 128  # held-out sequences of one evaluation, at most
 END = 1 << 20  # tokens at either end of a part whose bytes are in its checksum
 SPREAD, SAMPLE = 64, 1 << 16  # and that many samples of so many tokens, evenly spread over all
@@ -19,7 +23,7 @@ SPREAD, SAMPLE = 64, 1 << 16  # and that many samples of so many tokens, evenly 
 
 @dataclass(frozen=True)
 class Text:
-    """Token vectors (bytes, or uint16 mapped from a file: a rank reads only the windows it uses) cut into two parts."""
+    """Token vectors, or FileTokens (a rank reads only the windows it uses), cut into two parts."""
 
     train: np.ndarray
     held_out: np.ndarray  # the last tenth, or empty where it would be too short to hold a window
@@ -125,11 +129,11 @@ class Batches:
 def load_text(source, context, vocab, rank=0, size=1):
     """The Text of `source`: "builtin", a text file (its bytes are the tokens), or a `.bin` file of uint16 tokens.
 
-    Raises ValueError or OSError, each in one line, for what cannot be trained on. The tokens of a `.bin` file are compared
-    with `vocab` once, each rank looking through its share.
+    Raises ValueError, in one line, for what cannot be trained on. The tokens of a `.bin` file are compared with `vocab`
+    once, each rank looking through its share.
     """
-    tokens = _builtin() if source == "builtin" else _mapped(Path(source))
-    name = "--data" if source == "builtin" else str(source)
+    name = "--data" if source == "builtin" else f"--data: {source}"
+    tokens = _builtin() if source == "builtin" else _opened(Path(source))
     if len(tokens) <= context:
         raise ValueError(
             f"{name}: {len(tokens)} tokens; a window needs --context + 1 = {context + 1}"
@@ -138,10 +142,7 @@ def load_text(source, context, vocab, rank=0, size=1):
         raise ValueError(f"--vocab: text is read as bytes and needs at least 256, got {vocab}")
     if tokens.dtype == np.uint16:
         share = -(-len(tokens) // size)
-        highest = max(
-            (int(part.max()) for part in _parts(tokens, rank * share, (rank + 1) * share)),
-            default=0,
-        )
+        highest = max(_highest(tokens, rank * share, (rank + 1) * share), default=0)
         if highest >= vocab:
             raise ValueError(f"{name}: token {highest} is not below --vocab {vocab}")
     cut = len(tokens) - len(tokens) // 10
@@ -178,23 +179,60 @@ def _builtin():
     return np.frombuffer("".join(topics[key] for key in sorted(topics)).encode(), np.uint8)
 
 
-def _mapped(path):
-    """A file's tokens, mapped and not read."""
+class FileTokens:
+    """A slice of a file's tokens. They are read when NumPy asks for an array of them, and slices of it are not.
+
+    Read and not mapped: of a file that was cut short, or a disk that fails, this raises ValueError, and a map kills the
+    process with SIGBUS.
+    """
+
+    def __init__(self, file, dtype, start, stop):
+        self.dtype = dtype
+        self._file, self._start, self._stop = file, start, stop  # in tokens
+
+    def __len__(self):
+        return self._stop - self._start
+
+    def __getitem__(self, where):
+        start, stop, _ = where.indices(len(self))
+        first = self._start + start
+        return FileTokens(self._file, self.dtype, first, first + max(0, stop - start))
+
+    def __array__(self, dtype=None, copy=None):
+        out = np.empty(len(self), self.dtype)
+        rest, place = out.view(np.uint8), self._start * self.dtype.itemsize
+        with named(f"--data: {self._file.name}"):
+            while len(rest) and (count := os.preadv(self._file.fileno(), [rest], place)):
+                rest, place = rest[count:], place + count
+        if len(rest):
+            size = os.fstat(self._file.fileno()).st_size
+            raise ValueError(
+                f"--data: {self._file.name}: now {size} bytes; it was cut short while it was read"
+            )
+        return out if dtype is None else out.astype(dtype, copy=False)
+
+
+def _opened(path):
+    """A file's tokens. Raises ValueError for what is no file, or of another format than its name says."""
+    refuse_irregular("--data", path)
     dtype = np.dtype("<u2" if path.suffix == ".bin" else np.uint8)
-    if path.is_dir() or not path.exists():
+    with named(f"--data: {path}"):
+        file = open(path, "rb", buffering=0)  # noqa: SIM115  (open as long as its tokens are used)
+        size, beginning = os.fstat(file.fileno()).st_size, file.read(LOOKED_AT)
+    found = (not_uint16 if path.suffix == ".bin" else not_text)(beginning)
+    if found:
+        expected = "little-endian uint16 tokens" if path.suffix == ".bin" else "text"
+        way = "unpack it, or convert it to UTF-8 text or to a .bin file"
         raise ValueError(
-            f"--data: expected a file, got {path} ({'a directory' if path.is_dir() else 'missing'})"
+            f"--data: {path}: expected {expected}, got {found}; {way} (NumPy: tokens.astype('<u2').tofile)"
         )
-    if path.stat().st_size % dtype.itemsize:
-        raise ValueError(
-            f"{path}: uint16 tokens need an even number of bytes, got {path.stat().st_size}"
-        )
-    if not path.stat().st_size:
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype, mode="r")
+    if size % dtype.itemsize:
+        raise ValueError(f"--data: {path}: uint16 tokens need an even number of bytes, got {size}")
+    return FileTokens(file, dtype, 0, size // dtype.itemsize)
 
 
-def _parts(tokens, start, stop, length=1 << 22):
-    """tokens[start:stop] in pieces, so that a mapped file is never in memory as a whole."""
+def _highest(tokens, start, stop, length=1 << 22):
+    """The highest of tokens[start:stop], of some of them at a time: a file is never in memory as a whole."""
     stop = min(stop, len(tokens))
-    return (tokens[first : min(first + length, stop)] for first in range(start, stop, length))
+    for first in range(start, stop, length):
+        yield int(np.max(tokens[first : min(first + length, stop)]))
