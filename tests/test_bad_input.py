@@ -1,5 +1,7 @@
 """Everything that a person can get wrong on the command line: one line, printed once, status 2, nothing written."""
 
+import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -178,6 +180,69 @@ def test_a_command_without_mpi_runs_once_under_a_launcher(command, tmp_path):
     world = run_world(3, ["-m", f"zmpi.{command}", *wrong[command]], timeout=60)
     assert world.status == 2 and len(world.output.splitlines()) == 1, world.output
     assert world.output.startswith(f"zmpi.{command}: error: ")
+
+
+def into_closed_pipe(command, *flags):
+    """(status, stderr) of a command whose reader is gone before it prints a word, as with `| head -0`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    # A rank's number that another job left behind is none of this one's.
+    settings = os.environ | {"OMP_NUM_THREADS": "1", "SLURM_PROCID": "1"}
+    words = [sys.executable, "-m", f"zmpi.{command}", *map(str, flags)]
+    ended = subprocess.run(
+        words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, env=settings, cwd=ROOT
+    )
+    os.close(writer)
+    return ended.returncode, ended.stderr
+
+
+def test_a_reader_that_is_gone_ends_no_command_and_needs_no_word(tmp_path):
+    """Each does what it does beside printing: train saves, export and bench write their files."""
+    saved, plan = tmp_path / "saved", ("--params", "7.5e9", "--ranks", "64")
+    status, text = into_closed_pipe("train", *SMALL, "--checkpoint", saved)
+    assert status == 0 and "Traceback" not in text and "error" not in text, text  # the bar is there
+    commands = {
+        "plan": plan,
+        "plan --help": (),
+        "doctor": ("--device", "cpu"),
+        "doctor --version": (),
+        "generate": ("--device", "cpu", "--checkpoint", saved, "--prompt", "a"),
+        "export": ("--checkpoint", saved, "--to", tmp_path / "exported"),
+        "bench": (*SMALL[:-4], "--stages", "0", "--steps", "5", "--json", tmp_path / "json"),
+    }
+    with ThreadPoolExecutor(2) as pool:
+        runs = {
+            name: pool.submit(into_closed_pipe, *name.split(), *flags)
+            for name, flags in commands.items()
+        }
+    assert {name: run.result() for name, run in runs.items()} == dict.fromkeys(commands, (0, ""))
+    assert (tmp_path / "exported" / "model.safetensors").exists() and (tmp_path / "json").exists()
+
+
+def test_a_number_left_behind_by_another_job_is_no_rank():
+    """SLURM_PROCID=1 alone: the command speaks. As one of two ranks it leaves that to rank 0."""
+    command = [sys.executable, "-m", "zmpi.plan", "--params", "7.5e9", "--ranks", "64"]
+    printed = []
+    for launched in ({}, {"SLURM_STEP_NUM_TASKS": "2"}):
+        settings = os.environ | {"SLURM_PROCID": "1"} | launched
+        ended = subprocess.run(
+            command, env=settings, cwd=ROOT, text=True, capture_output=True, timeout=60
+        )
+        assert (ended.returncode, ended.stderr) == (0, "")
+        printed.append("120" in ended.stdout)
+    assert printed == [True, False]
+
+
+def test_a_package_models_of_ones_own_is_one_line(tmp_path, monkeypatch):
+    """Found first where a command is started in a folder that holds one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").touch()
+    world = run_world(3, ["-m", "zmpi.train", "--steps", "1"], timeout=60)
+    assert world.status == 2 and not world.left
+    assert re.fullmatch(
+        rf"zmpi\.train: error: package models: expected .*, found {tmp_path}.*\n", world.output
+    ), world.output
 
 
 def test_without_mpi_it_is_said_so():

@@ -10,6 +10,7 @@ from small_models import spread
 from models import GPT, MLP, plain_weights, unit_of
 from zmpi.coding import Bytes, Ids, Voice, Words
 from zmpi.device import choose_device
+from zmpi.manners.options import Output
 from zmpi.sampling import draw, generate
 
 
@@ -136,7 +137,10 @@ def test_a_closed_pipe_is_no_error(monkeypatch):
         def write(self, text):
             raise BrokenPipeError
 
-    monkeypatch.setattr("sys.stdout", Closed())
+        def flush(self):
+            pass
+
+    monkeypatch.setattr("sys.stdout", Output(Closed()))
     voice = Voice(Ids(), [1], silent=False)
     assert voice.closed
     voice.say(2)

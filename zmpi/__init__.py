@@ -12,6 +12,7 @@ from pathlib import Path
 
 from zmpi.manners.launch import (
     choose_kernels,
+    end_before_mpi,
     keep_freed_memory,
     set_threads,
     use_huge_pages,
@@ -43,10 +44,10 @@ def _check_models():
     spec = importlib.util.find_spec("models")
     found = spec.origin if spec else None
     if found is None or Path(found).resolve() != ours:
-        line = (
-            f"zmpi: error: package models: expected {ours}, found {found}; run from another folder"
-        )
-        raise SystemExit(line) if sys.argv[:1] == ["-m"] else ImportError(line)
+        line = f"package models: expected {ours}, found {found}; run from another folder"
+        if sys.argv[:1] != ["-m"]:
+            raise ImportError(line)
+        end_before_mpi(f"{sys.orig_argv[sys.orig_argv.index('-m') + 1]}: error: {line}")
 
 
 _check_models()

@@ -98,11 +98,6 @@ class Voice:
         self._write(self._text.rest() + "\n")
 
     def _write(self, text):
-        if self._silent or self.closed:
-            return
-        try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            self.closed = True
-            sys.stdout = None  # what is buffered can go nowhere: no second error at the exit
+        if not self._silent:
+            print(text, end="", flush=True)
+            self.closed = sys.stdout.lost  # an Output, as in every command

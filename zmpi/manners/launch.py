@@ -8,6 +8,7 @@ import ctypes
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -36,6 +37,15 @@ LAUNCHERS = (
     ("PMIX_RANK", "a PMIx launcher"),
     ("PMI_SIZE", "a PMI launcher"),
 )
+# A rank's number, and what the same launcher always sets with it.
+RANKS = (
+    ("PMI_RANK", "PMI_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMIX_RANK", "PMIX_NAMESPACE"),
+    ("PALS_RANKID", "PALS_RANKID"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+LINGER = 1.0  # seconds, see end_before_mpi
 SET_BLAS_THREADS = (
     "scipy_openblas_set_num_threads64_",
     "scipy_openblas_set_num_threads",
@@ -219,12 +229,27 @@ def launcher(environ) -> str:
 
 
 def launched_rank(environ) -> int:
-    """This process's number among those that a launcher started, as its variables say; 0 without a launcher."""
-    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PALS_RANKID", "SLURM_PROCID"):
+    """This process's number among those that a launcher started, as its variables say; 0 without a launcher.
+
+    A number alone, without what the launcher sets with it, was left behind in the environment: it does not count.
+    """
+    for name, with_it in RANKS:
         value = environ.get(name, "").strip()
-        if value.isdecimal():
+        if value.isdecimal() and environ.get(with_it, "").strip():
             return int(value)
     return 0
+
+
+def end_before_mpi(line):
+    """End with status 2 and a line that one process prints, where MPI cannot tell the launcher's processes apart.
+
+    The others wait before they end: a launcher may end all of them at the first status that is not 0.
+    """
+    if launched_rank(os.environ):
+        time.sleep(LINGER)
+    else:
+        print(line, file=sys.stderr, flush=True)
+    raise SystemExit(2)
 
 
 def lonely_launch(environ, size: int, library: str) -> str | None:

@@ -138,10 +138,41 @@ def _check_file(flag, path):
             os.unlink(path)
 
 
+class Output:
+    """A text stream that outlives its reader (`zmpi.plan | head -1`): what nobody can read any more is dropped."""
+
+    def __init__(self, stream):
+        self._stream = stream
+        self.lost = False  # whether the reader is gone
+
+    def write(self, text):
+        return self._try(self._stream.write, text)
+
+    def flush(self):
+        return self._try(self._stream.flush)
+
+    def _try(self, call, *text):
+        try:
+            return call(*text)
+        except BrokenPipeError:
+            self.lost = True
+            with suppress(OSError, AttributeError), open(os.devnull, "wb") as nowhere:
+                os.dup2(
+                    nowhere.fileno(), self._stream.fileno()
+                )  # what is still buffered goes there
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
+
+
 def forgiving_output():
-    """What the terminal cannot show is shown as "?": no run ends for it."""
+    """What the terminal cannot show is shown as "?", and a reader that is gone ends no run."""
     with suppress(AttributeError):  # a test's stream, or none at all
         sys.stdout.reconfigure(errors="replace")
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, Output):  # None: closed at the start (`>&-`)
+            setattr(sys, name, Output(stream or open(os.devnull, "w")))  # noqa: SIM115
 
 
 @contextmanager
@@ -165,6 +196,7 @@ def alone(command):
     forgiving_output()
     try:
         yield
+        sys.stdout.flush()
     except Told as told:
         print(told, end="", flush=True)
     except KeyboardInterrupt:

@@ -1,6 +1,5 @@
 """How a command that runs on all ranks begins: one command line, parsed by every rank and answered by one."""
 
-import os
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 from zmpi.comm import MPI, Communicator, World
 from zmpi.engine import ZeRO
 from zmpi.manners.guard import UsageError, one_line
-from zmpi.manners.launch import launched_rank
+from zmpi.manners.launch import end_before_mpi
 from zmpi.manners.options import Told, forgiving_output, real
 
 
@@ -53,14 +52,8 @@ def _load_mpi(command):
     try:
         MPI.COMM_WORLD  # noqa: B018  (its first use loads it)
     except (ImportError, RuntimeError) as error:
-        if not launched_rank(os.environ):
-            fault = one_line(str(error).strip().partition("\n")[0])
-            print(
-                f"{command}: error: mpi4py cannot load an MPI library: {fault}",
-                file=sys.stderr,
-                flush=True,
-            )
-        raise SystemExit(UsageError.status) from None
+        fault = one_line(str(error).strip().partition("\n")[0])
+        end_before_mpi(f"{command}: error: mpi4py cannot load an MPI library: {fault}")
 
 
 def engine_of(place):
