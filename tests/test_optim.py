@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from zmpi import optim
-from zmpi.optim import SGD, AdamW, Slice, sum_of_squares
+from zmpi.optim import BLOCK, SGD, AdamW, Slice, sums_of_squares
 
 LENGTH = 1000
 DECAYED = [(0, 300, True), (300, 401, False), (401, 907, True)]  # the rest is padding
@@ -237,31 +237,45 @@ def test_other_wrong_hyperparameters_are_named():
         SGD(schedule="cosine")
 
 
-# ---- the sum of squares ----------------------------------------------------------------------------------------------
+# ---- the sums of squares ---------------------------------------------------------------------------------------------
+
+LENGTHS = (0, 1, 7, 129, 8193, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3)  # of a piece
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("length", [0, 1, 7, 8192, 8193, 30_000])
-def test_the_sum_of_squares_is_made_in_float64(dtype, length):
-    vector = (100 * np.random.default_rng(0).standard_normal(length)).astype(dtype)
-    expected = math.fsum(float(x) ** 2 for x in vector)
-    assert sum_of_squares(vector) == pytest.approx(
-        expected, rel=1e-13
-    )  # float64's rounding, 30,000 times at most
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_sums_of_squares_are_made_in_float64(dtype, length):
+    vector = (100 * np.random.default_rng(0).standard_normal(3 * length)).astype(dtype)
+    expected = [math.fsum(float(x) ** 2 for x in piece) for piece in np.split(vector, 3)]
+    assert sums_of_squares(vector, 3) == pytest.approx(expected, rel=1e-13)
+    # float64's rounding: pairwise sums of at most 140,000 squares
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_piece_has_the_same_sum_beside_others_and_alone(length):
+    """So every number of ranks that divides the pieces finds the same bits: 12 pieces, cut for 1 to 12 ranks."""
+    vector = np.random.default_rng(length).standard_normal(12 * length).astype(np.float32)
+    found = sums_of_squares(vector, 12).tolist()
+    for size in (2, 3, 4, 6, 12):
+        shards = [sums_of_squares(shard, 12 // size) for shard in np.split(vector, size)]
+        assert np.concatenate(shards).tolist() == found, size
+    if length <= BLOCK:
+        pieces = np.split(vector.astype(np.float64) ** 2, 12)
+        assert [piece.sum() for piece in pieces] == found
 
 
 def test_squares_that_overflow_float32_are_added_up():
-    assert sum_of_squares(np.full(10, 1e30, np.float32)) == pytest.approx(1e61, rel=1e-6)
-    assert sum_of_squares(np.full(10, 6e4, np.float16)) == pytest.approx(
-        10 * float(np.float16(6e4)) ** 2
+    assert sums_of_squares(np.full(10, 1e30, np.float32), 1) == pytest.approx([1e61], rel=1e-6)
+    assert sums_of_squares(np.full(10, 6e4, np.float16), 1) == pytest.approx(
+        [10 * float(np.float16(6e4)) ** 2]
     )
 
 
-def test_the_sum_of_squares_depends_on_values_alone():
+def test_the_sums_of_squares_depend_on_values_alone():
     vector = np.random.default_rng(0).standard_normal(20_001).astype(np.float32)
     for offset in (1, 3):
         moved = np.zeros(len(vector) + offset, np.float32)[offset:]
         moved[:] = vector
-        assert sum_of_squares(moved) == sum_of_squares(vector)
-    assert math.isnan(sum_of_squares(np.array([1, np.nan], np.float32)))
-    assert math.isinf(sum_of_squares(np.array([1, np.inf], np.float16)))
+        assert sums_of_squares(moved, 1) == sums_of_squares(vector, 1)
+    assert math.isnan(sums_of_squares(np.array([1, np.nan], np.float32), 1)[0])
+    assert math.isinf(sums_of_squares(np.array([1, np.inf], np.float16), 1)[0])

@@ -106,7 +106,7 @@ def test_the_header_says_what_was_run(logged):
     assert header["unit_sizes"] == {"outer": outer, "h.0": block}
     assert header["parameters"] == outer + block
     assert header["padded_unit_sizes"] == {
-        unit: -(-size // 24) * 24 for unit, size in header["unit_sizes"].items()
+        unit: -(-size // 192) * 192 for unit, size in header["unit_sizes"].items()
     }
 
 

@@ -212,8 +212,8 @@ class ZeRO:
         assert not self.comm.in_flight, (
             "a gather is under way at the update: it would bring weights of the last step"
         )
-        pieces = zip(*(unit.squares() for unit in self.units.values()), strict=True)
-        everyone = self.comm.gather_scalars([*losses, *map(add_up, pieces)])
+        squares = sum(unit.squares() for unit in self.units.values())  # unit after unit
+        everyone = self.comm.gather_scalars([*losses, *squares])
         loss = (
             add_up(everyone[:, : len(losses)].T.ravel()) / counted
         )  # micro-batch j = m x size + r: in order of m, then of r

@@ -35,7 +35,7 @@ def sums_of_squares(vector, pieces):
         pieces,
         PARTS,
     )
-    return cupy.asnumpy(partial).sum(axis=1).tolist()
+    return cupy.asnumpy(partial).sum(axis=1)
 
 
 def adamw(master, owned, by):

@@ -188,22 +188,26 @@ class SGD(_Optimizer):
         owned.round()
 
 
-def sum_of_squares(vector):
-    """The sum of squares as a float, in float64, block by block: its bits depend on the vector's values alone."""
-    total, length = 0.0, min(BLOCK // 2, len(vector))
-    scratch = np.empty_like(vector, shape=length, dtype=np.float64)
-    for start in range(0, len(vector), max(1, length)):
-        block = vector[start : start + length]
-        wide = scratch[: len(block)]
-        np.copyto(
-            wide, block
-        )  # widened in a pass of its own: faster than a product that widens as it goes
-        np.multiply(wide, wide, out=wide)
-        total += float(wide.sum())
-    return total
-
-
 @on_gpu
 def sums_of_squares(vector, pieces):
-    """The sum of squares of each of so many equal pieces of a vector, as floats."""
-    return [sum_of_squares(piece) for piece in np.split(vector, pieces)]
+    """The sums of squares of a vector's equal pieces, from the first to the last: a float64 array (pieces,) of the host.
+
+    A piece of at most BLOCK elements is one sum of NumPy's, a longer one is added up from equal blocks: the bits depend
+    on the piece's values and length alone. Short pieces are squared several at a time, since a call costs as much as
+    some thousand elements.
+    """
+    rows = vector.reshape(pieces, len(vector) // pieces)
+    length = rows.shape[1]
+    blocks = -(-length // BLOCK)  # of one piece
+    width = -(-length // blocks) if blocks else 1
+    height = max(1, BLOCK // width)  # pieces at a time
+    scratch = np.empty_like(vector, shape=min(BLOCK, len(vector)), dtype=np.float64)
+    found = np.zeros(pieces)
+    for top in range(0, pieces, height):
+        for start in range(0, length, width):
+            block = rows[top : top + height, start : start + width]
+            wide = scratch[: block.size].reshape(block.shape)
+            np.copyto(wide, block)  # a pass of its own: faster than a square that widens as it goes
+            np.square(wide, out=wide)
+            found[top : top + height] += wide.sum(axis=1)
+    return found

@@ -8,7 +8,7 @@ from models import GPT, MLP, plain_step, plain_weights
 from zmpi.comm import World
 from zmpi.engine import ZeRO
 from zmpi.layout import PIECES, Layout
-from zmpi.optim import AdamW, Slice, sum_of_squares
+from zmpi.optim import AdamW, Slice, sums_of_squares
 from zmpi.precision import Policy
 from zmpi.sums import add_up
 
@@ -138,11 +138,8 @@ def plain_run(trial):
             {unit: layout.views(owned[unit].gradient) for unit, layout in layouts.items()},
             gradients,
         )
-        squares = [
-            [sum_of_squares(piece) for piece in np.split(part.gradient, PIECES)]
-            for part in owned.values()
-        ]
-        norms.append(add_up(map(add_up, zip(*squares, strict=True))) ** 0.5)
+        squares = sum(sums_of_squares(part.gradient, PIECES) for part in owned.values())
+        norms.append(add_up(squares) ** 0.5)
         for part in owned.values():
             optimizer.update(part, len(norms), optimizer.clip_factor(norms[-1]))
 

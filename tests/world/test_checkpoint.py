@@ -1,6 +1,7 @@
 """Checkpoints through the Python API: training goes on to the same bits, and a save costs no memory."""
 
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from training import STAGES, copied, micro_batch, sgd, share
 
 from models import GPT
 from models.layer import Layer
+from zmpi import ZeRO
 from zmpi.checkpoint import find
 from zmpi.export import export
 from zmpi.precision import RECIPES
@@ -85,6 +87,27 @@ def test_a_checkpoint_of_one_precision_goes_on_in_another(world, folder):
             "another precision's loss scale says nothing of this one's"
         )
         second.train_step(share(second.model, 4, world, 1))
+
+
+def test_a_checkpoint_of_a_version_that_padded_otherwise_is_loaded(world):
+    """It was saved on 2 ranks with 24 pieces in place of 192. Element c of the model (unit after unit, in the order in
+    which they lie, padding left out) had the master c / 8, the first moment c / 8 + 1000, the second c / 8 + 2000.
+    """
+    zero = ZeRO(GPT(layers=1, width=6, heads=2, context=4, vocab=7), world, 1)
+    manifest = zero.load(Path(__file__).parent.parent / "saved_with_24_pieces")
+    assert (zero.step, zero.updates) == (5, 4)
+    first = 0
+    for unit, saved in zip(zero.units.values(), manifest["units"], strict=True):
+        layout = unit.layout
+        assert saved["padded"] != layout.padded
+        places = np.full(layout.padded, np.nan)
+        for view in layout.views(places).values():
+            view.ravel()[...] = first + np.arange(view.size)
+            first += view.size
+        mine, padding = places[unit.part], np.isnan(places[unit.part])
+        for k, shard in enumerate(unit.shards().values()):
+            assert shard.tolist() == np.where(padding, 0, mine / 8 + 1000 * k).tolist()
+    assert first == 588
 
 
 class Line(Layer):

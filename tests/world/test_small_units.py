@@ -155,10 +155,14 @@ class Level(GPT):
         return loss_sum, d
 
 
+def level():
+    return Level(layers=2, width=22, heads=2, context=7, vocab=23)
+
+
 @stages
 @reductions
 def test_matrices_decay_and_biases_and_gains_do_not(comm, reduction, stage):
-    model = Level(layers=2, width=14, heads=2, context=7, vocab=23)
+    model = level()
     zero = ZeRO(model, world_of(reduction), stage, AdamW(lr=0.1, weight_decay=0.1))
     for unit in zero.units.values():  # biases are made 0, where decay would not show
         for _, start, stop in unit.layout.spans(
@@ -176,8 +180,8 @@ def test_matrices_decay_and_biases_and_gains_do_not(comm, reduction, stage):
 
 @pytest.mark.sizes(3)
 def test_at_3_ranks_a_shard_ends_inside_a_bias(comm):
-    """So that the tests of decay see one slice in which decay stops half way, and one that begins without it."""
-    layout = ZeRO(gpt(), world_of("auto"), 3).units["h.0"].layout
+    """So that the test of decay sees one slice in which decay stops half way, and one that begins without it."""
+    layout = ZeRO(level(), world_of("auto"), 3).units["h.0"].layout
     cuts = [layout.shard(rank).start for rank in range(comm.size)]
     spans = {name: (start, stop) for name, start, stop in layout.spans(slice(0, layout.padded))}
     start, stop = spans["mlp.c_fc.bias"]

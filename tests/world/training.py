@@ -9,7 +9,7 @@ from models import GPT, MLP, plain_step, plain_weights, unit_of, units
 from models.layer import forward_backward, zeros_like
 from zmpi import Policy, World, ZeRO
 from zmpi.layout import Layout
-from zmpi.optim import SGD, AdamW, Slice, sum_of_squares
+from zmpi.optim import SGD, AdamW, Slice
 from zmpi.precision import RECIPES
 
 STAGES = (0, 1, 2, 3)
@@ -174,11 +174,11 @@ class Plain:
         return vectors
 
     def _update(self, gradients):
-        pieces = [0.0] * 24
+        pieces = [0.0] * 192
         for vector in gradients.values():
             pieces = [
-                so_far + sum_of_squares(piece)
-                for so_far, piece in zip(pieces, np.split(vector, 24), strict=True)
+                so_far + float(np.sum(piece.astype(np.float64) ** 2))
+                for so_far, piece in zip(pieces, np.split(vector, 192), strict=True)
             ]
         squares = 0.0
         for piece in pieces:

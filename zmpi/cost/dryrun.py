@@ -16,7 +16,7 @@ from zmpi.comm import Communicator, World
 from zmpi.cost.counted import Counted, Meter
 from zmpi.cost.watch import Memory, WatchedUnit, WatchedZeRO
 from zmpi.device import Device
-from zmpi.optim import BLOCK, Slice, sum_of_squares
+from zmpi.optim import BLOCK, Slice, sums_of_squares
 from zmpi.sums import REDUCE_BLOCK, add_in_order
 
 
@@ -62,10 +62,8 @@ class CountedUnit(WatchedUnit):
     """A unit whose sums of squares are not waited for."""
 
     def squares(self):
-        block = min(
-            self.layout.shard_length // self.layout.pieces, BLOCK
-        )  # not fewer than are squared at once
-        return [sum_of_squares(self.summed[:block])] * self.layout.pieces
+        block = min(self.layout.shard_length, BLOCK)  # as many as are squared at once
+        return np.repeat(sums_of_squares(self.summed[:block], 1), self.layout.pieces)
 
 
 class FirstBlock:
