@@ -20,7 +20,7 @@ def gather_once(layers, units):
         for unit in units
     }
     return Schedule(
-        replace(v, gather=i == needs[v.unit][0], free=i == needs[v.unit][-1])
+        replace(v, gather=i in needs[v.unit][:1], free=i in needs[v.unit][-1:])
         for i, v in enumerate(walk)
     )
 

@@ -8,19 +8,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
-    0: """stages layout schedule precision kernels memory sums transport formats coding sampling
-          manners.launch manners.guard_messages manners.hooks manners.table saving.blocks cost.counted""",
-    1: "data device ledger optim manners.guard manners.machine saving.manifest saving.pretrained cost.paper cost.bench_table",
+    0: """under_way cuda_aware stages layout schedule precision kernels memory sums transport
+          formats coding sampling manners.launch manners.guard_messages manners.hooks
+          manners.table saving.blocks cost.counted""",
+    1: """data device ledger optim manners.guard manners.machine saving.manifest saving.pretrained
+          cost.paper cost.bench_table""",
     2: "manners.agree",
-    3: "comm manners.options saving.folder cost.pictures",
-    4: "unit manners.model_flags cost.page",
-    5: "checkpoint",
-    6: "engine",
-    7: "trial manners.report manners.start saving.resume cost.watch",
-    8: "manners.train_flags trace cost.probes cost.dryrun",
-    9: "cost.estimate",
-    10: "cost.measure cost.plan_tables",
-    11: "train verify export generate bench plan doctor",
+    3: "world manners.options saving.folder cost.pictures",
+    4: "comm manners.model_flags cost.page",
+    5: "unit",
+    6: "checkpoint",
+    7: "engine",
+    8: "trial manners.report manners.start saving.resume cost.watch",
+    9: "manners.train_flags trace cost.probes cost.dryrun",
+    10: "cost.estimate",
+    11: "cost.measure cost.plan_tables",
+    12: "train verify export generate bench plan doctor",
 }
 FLOOR = {f"zmpi.{module}": floor for floor, modules in FLOORS.items() for module in modules.split()}
 CORE = ("stages", "layout", "schedule", "unit", "engine")
@@ -79,10 +82,10 @@ def test_every_module_of_a_floor_exists():
     assert {module(path) for path in ZMPI if path.stem != "__init__"} == set(FLOOR)
 
 
-def test_comm_alone_imports_mpi4py():
+def test_world_alone_imports_mpi4py():
     assert [
         p.name for p in FILES if any(name.split(".")[0] == "mpi4py" for name in imports(p))
-    ] == ["comm.py"]
+    ] == ["world.py"]
 
 
 @pytest.mark.parametrize("path", MODELS, ids=module)

@@ -26,7 +26,7 @@ _HOMES = {
     "SGD": "zmpi.optim",
     "STAGES": "zmpi.stages",
     "Policy": "zmpi.precision",
-    "World": "zmpi.comm",
+    "World": "zmpi.world",
     "ZeRO": "zmpi.engine",
 }
 __all__ = sorted(_HOMES)

@@ -203,9 +203,7 @@ def _bench(args, world, stages, point):
 
 def _first_ranks(world, ranks):
     """A World of the first so many ranks, None on the others."""
-    part = world.twin()
-    part.mpi = world.mpi.Split(world.rank >= ranks, world.rank)
-    part.rank, part.size = part.mpi.rank, part.mpi.size
+    part = world.part(world.mpi.Split(world.rank >= ranks, world.rank))
     return part if world.rank < ranks else None
 
 

@@ -1,4 +1,4 @@
-"""Message passing: the only file that imports mpi4py. `World` is the processes, `Communicator` the collectives of a run.
+"""The collectives of one engine, on MPI.
 
 A shard is a contiguous slice of its unit's vector, so a collective over a unit needs no copy: message buffers are the
 vectors themselves, cut into chunks of a bounded size (paper, section 6.2, C_B). How a vector's memory comes before MPI,
@@ -7,127 +7,21 @@ element of a derived datatype whose extent is a whole shard; so no count, no sum
 comes near 2^31, however large the unit is.
 """
 
-import ctypes
-import os
-import sys
-from copy import copy
 from functools import partial
 from math import inf
 from time import perf_counter
 
 import numpy as np
 
-from zmpi.device import choose_device
 from zmpi.layout import chunks
-from zmpi.manners.agree import agreed
-from zmpi.manners.guard import arm
-from zmpi.manners.launch import lonely_launch, set_threads
 from zmpi.sums import add_in_order
-from zmpi.transport import Paced, check_vector, choose_transport, cuda_awareness, ways
+from zmpi.transport import Paced, check_vector, ways
+from zmpi.world import MPI
 
 CUT = 8  # what a reduction has to cut, or to add up itself, it cuts into eighths of a chunk
 CHUNK_BYTES = (
     16 << 20
 )  # of one collective over all ranks: MPI's collectives are fastest between 1 and 16 MiB
-
-
-class _Mpi:
-    """The module mpi4py.MPI, imported (which starts MPI) at its first use: zmpi.plan runs where there is no MPI."""
-
-    def __getattr__(self, name):
-        from mpi4py import MPI
-
-        self.__dict__[name] = getattr(MPI, name)
-        return self.__dict__[name]
-
-
-MPI = _Mpi()
-
-
-class World:
-    """The MPI processes of this run: who they are, what they were asked for, and that none of them waits for ever.
-
-    Making one arms the process (see guard.py). `timeout` is in seconds; a collective that takes longer ends the run.
-    """
-
-    transport, transport_why = "host", ""  # how vectors reach MPI (see transport.py), and why so
-
-    def __init__(self, device="auto", transport="auto", reduction="auto", timeout=300):
-        self.mpi = MPI.COMM_WORLD
-        self.rank, self.size = self.mpi.rank, self.mpi.size
-        multiple = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self.guard = arm(self.mpi, self.mpi.Abort, MPI.Is_finalized, multiple)
-        self.guard.program = _program()
-        self.guard.meet(timeout)
-        local_rank = self._rank_on_this_node()
-        with self.agreed():
-            lonely = lonely_launch(os.environ, self.size, self.library)
-            if lonely:
-                raise ValueError(lonely)
-            self.device = choose_device(device, local_rank)
-            if reduction not in ("auto", "mpi", "ordered"):
-                raise ValueError(f"--reduction: expected auto, mpi or ordered; got {reduction!r}")
-        self.transport, self.transport_why = self.transport_for(self.device.name, transport)
-        self.reduction = reduction
-        self.threads = set_threads(os.environ)  # as they were set before NumPy was loaded
-
-    def twin(self, reduction=None, alone=False):
-        """This world with another reduction, or with this process as its only rank (every rank has its own then)."""
-        twin = copy(self)
-        twin.reduction = reduction or self.reduction
-        if alone:
-            twin.mpi, twin.rank, twin.size = MPI.COMM_SELF, 0, 1
-        return twin
-
-    def transport_for(self, device, asked="auto"):
-        """(transport, why) of arrays on a device, "cpu" or "cuda", on this MPI. Collective; touches no GPU."""
-        kinds = self.mpi.Get_info().get("mpi_memory_alloc_kinds", "")
-        answer = device, *cuda_awareness(ctypes.CDLL(MPI.__file__), kinds, os.environ)
-        answers = self.share(answer)
-        with self.agreed():
-            return choose_transport(asked, answers)
-
-    def _rank_on_this_node(self):
-        with self.guard.waiting("agreement"):
-            node = self.mpi.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
-            rank = node.rank
-            node.Free()
-        return rank
-
-    @property
-    def library(self):
-        """The MPI library and its version, in one line."""
-        return MPI.Get_library_version().split("\n")[0].strip().rstrip("\0")
-
-    @property
-    def standard(self):
-        """(version of the MPI standard, thread level of this process), in words."""
-        names = {
-            MPI.THREAD_SINGLE: "single",
-            MPI.THREAD_FUNNELED: "funneled",
-            MPI.THREAD_SERIALIZED: "serialized",
-        }
-        return "{}.{}".format(*MPI.Get_version()), names.get(MPI.Query_thread(), "multiple")
-
-    def reduction_for(self, recipe):
-        """How gradients of this recipe are reduced, "mpi" or "ordered"; raises ValueError for what MPI cannot do."""
-        narrow = recipe.gradient.itemsize < 4
-        if self.reduction == "mpi" and narrow:
-            raise ValueError(
-                f"--reduction: mpi cannot sum {recipe.name} (MPI has no portable 16-bit float); use ordered"
-            )
-        if self.reduction == "auto":
-            return "ordered" if narrow or self.device.name != "cpu" else "mpi"
-        return self.reduction
-
-    def share(self, thing, name="agreement"):
-        """Every rank's `thing` (small, of plain Python types), as a list in rank order, on every rank."""
-        with self.guard.waiting(name):
-            return self.mpi.allgather(thing)
-
-    def agreed(self):
-        """What goes wrong in the `with` block on any rank is one error on all (see agree.py). Collective."""
-        return agreed(self)
 
 
 class Communicator:
@@ -139,7 +33,11 @@ class Communicator:
     """
 
     def __init__(self, world, ledger, reduction, chunk_bytes=CHUNK_BYTES):
-        self.mpi, self.guard, self.ledger, self.xp = world.mpi, world.guard, ledger, world.device.xp
+        if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
+            raise ValueError(
+                f"chunk_bytes: expected a whole number, 1 or more; got {chunk_bytes!r}"
+            )
+        self.world, self.guard, self.ledger, self.xp = world, world.guard, ledger, world.device.xp
         self.size, self.rank = world.size, world.rank
         self.shards, self.shard = self.size, self.rank
         self.reduction, self.ordered = reduction, reduction == "ordered"
@@ -149,6 +47,11 @@ class Communicator:
         self._latest = None  # the last gather's requests
         self._message = None  # the one receive (and packing) buffer of reductions
         self._rows = {}  # (elements, extent in elements, type) -> derived datatype
+
+    @property
+    def mpi(self):
+        """The communicator on which vectors travel (World.settle may make a new one)."""
+        return self.world.lane.mpi
 
     # -- the three collectives ------------------------------------------------------------------------------------
 
@@ -193,7 +96,7 @@ class Communicator:
         everyone = np.empty((self.size, len(mine)), np.float64)
         began = perf_counter()
         with self.guard.waiting("all_reduce scalars"):
-            self.mpi.Allgather([mine, MPI.DOUBLE], [everyone, MPI.DOUBLE])
+            self.world.mpi.Allgather([mine, MPI.DOUBLE], [everyone, MPI.DOUBLE])
         sent = (self.size - 1) * mine.nbytes
         seconds = perf_counter() - began
         self.ledger.book(
@@ -212,10 +115,21 @@ class Communicator:
             needed.append(elements * (self.shards if self.ordered else 1 + packed))
         self._message = self.ledger.track("message", self.xp.empty(max(needed), dtype))
         longest = max(layout.shard_length for layout in layouts)
+        widest = 8 * self.shards  # bytes
+        self._reserved = max(widest, min(self.chunk_bytes, widest * longest))
+        self._reserve_ways()
+
+    def drop(self):
+        """Let go of what an exception left half done. Its buffers stay MPI's until it is complete; these are new."""
+        self.in_flight, self._latest = 0, None
         for way in {self._gathers, self._reductions}:
-            way.reserve(
-                max(8 * self.shards, min(self.chunk_bytes, 8 * self.shards * longest))
-            )  # 8: the widest type's bytes
+            way.drop()
+        self._gathers, self._reductions = ways(self.world.transport, self.world.device, self.ledger)
+        self._reserve_ways()
+
+    def _reserve_ways(self):
+        for way in {self._gathers, self._reductions}:
+            way.reserve(self._reserved)
 
     # -- how they are made of MPI calls ---------------------------------------------------------------------------
 
@@ -301,10 +215,12 @@ class Communicator:
 
 
 class Gather:
-    """An all-gather under way. It holds on to its vectors until wait() returns."""
+    """An all-gather under way. Its vectors are owned, by it and by the process, until MPI has completed it."""
 
     def __init__(self, comm, unit, requests, vectors):
         self._comm, self._unit, self._requests, self._vectors = comm, unit, requests, vectors
+        self._lane = comm.world.lane
+        self._number = self._lane.enter(self)
 
     def wait(self):
         """Block until the full vector is there."""
@@ -313,8 +229,18 @@ class Gather:
             for request in self._requests:
                 request.Wait()
         self._comm.in_flight -= 1
+        self._lane.under_way.leave(self._lane, self._number)
         self._vectors = None
         self._comm.ledger.book("all_gather", self._unit, blocked_s=perf_counter() - began)
+
+    def test(self):
+        """Whether MPI has completed it."""
+        return all(request.Test() for request in self._requests)
+
+    def complete(self):
+        """Wait until MPI has completed it, for nobody's use. The caller is under the watchdog."""
+        for request in self._requests:
+            request.Wait()
 
 
 def _mpi_type(vector):
@@ -325,9 +251,3 @@ def _mpi_type(vector):
 def _memory(place):
     """A Place's memory, for MPI. The caller keeps what it belongs to alive."""
     return MPI.buffer.fromaddress(place.address, place.nbytes)
-
-
-def _program():
-    """What opens a line of error: the command that is running, or zmpi."""
-    spec = sys.modules["__main__"].__spec__
-    return spec.name if spec and spec.name.startswith("zmpi.") else "zmpi"

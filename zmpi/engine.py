@@ -7,6 +7,7 @@ the slice it owns. The stage decides which of these do anything: see the three b
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from itertools import zip_longest
 from math import isfinite, sqrt
 
@@ -40,6 +41,22 @@ class Step:
     skipped: bool  # whether 16-bit gradients overflowed, and nothing was updated
 
 
+def lets_go(walk):
+    """For a walk through the layers: one that ends by an exception lets go of all that is not owned."""
+
+    @wraps(walk)
+    def guarded(self, *arguments):
+        try:
+            return walk(self, *arguments)
+        except BaseException:
+            for unit in self.units.values():
+                unit.drop()
+            self.comm.drop()
+            raise
+
+    return guarded
+
+
 class ZeRO:
     """A model in training, its state kept apart over the ranks of `world` as `stage` (0-3) says.
 
@@ -63,60 +80,54 @@ class ZeRO:
             reduction = world.reduction_for(self.policy.recipe)
         self.model, self.world, self.optimizer, self.seed = model, world, optimizer or AdamW(), seed
         self.step = 0  # training steps taken
-        self.updates = (
-            0  # updates made: Adam's count, and the position in the learning rate's course
-        )
+        self.updates = 0  # updates made: Adam's count, and the learning rate's place in its course
         self.scaler = self.policy.scaler()
         self.last = None  # the last Step
         self.ledger = self.make_ledger()
         self.ledger.peak_bytes = world.device.peak_bytes
         self.comm = self.make_communicator(world, self.ledger, reduction)
 
-        names, specs = [unit_of(layer) for layer in model.layers], units(model)
+        specs = {name: spec for name, spec in units(model).items() if spec.shapes}
+        names = [unit_of(layer) if layer.shapes() else None for layer in model.layers]
         self.schedule = self.make_schedule(model.layers, names)
         self.evaluation = evaluation_schedule(model.layers, names)
-        asked = {
-            "stage": stage,
-            "seed": seed,
-            "policy": self.policy,
-            "optimizer": self.optimizer,
-            "reduction": reduction,
-        }
-        same_on_all_ranks(world, {**asked, "model": specs})
-        recipe, split = (
-            world.device.recipe(self.policy.recipe),
-            (self.comm.shards, world.device.align),
-        )
-        rules = Rules(
-            self.stage, recipe, self.comm, self.ledger, world.device, self.optimizer.moments
-        )
-        layouts = [
-            self.make_layout(name, spec.prefix, spec.shapes, *split) for name, spec in specs.items()
-        ]
+        asked = {"stage": stage, "seed": seed, "policy": self.policy, "optimizer": self.optimizer}
+        same_on_all_ranks(world, {**asked, "reduction": reduction, "model": specs})
+        world.settle()
         with world.agreed():  # that there is memory
-            self.comm.reserve(layouts, self.policy.recipe.gradient)
-            self.units = {layout.name: self.make_unit(layout, rules) for layout in layouts}
+            self.units = self._make_units(specs)
             self._initialise()
+
+    def _make_units(self, specs):
+        """{name: Unit} with all the memory that they own, and the message buffers."""
+        if not specs:
+            raise ValueError("model: expected at least one parameter, no layer has any")
+        device, moments = self.world.device, self.optimizer.moments
+        recipe = device.recipe(self.policy.recipe)
+        rules = Rules(self.stage, recipe, self.comm, self.ledger, device, moments)
+        layouts = [
+            self.make_layout(name, spec.prefix, spec.shapes, self.comm.shards, device.align)
+            for name, spec in specs.items()
+        ]
+        self.comm.reserve(layouts, self.policy.recipe.gradient)
+        return {layout.name: self.make_unit(layout, rules) for layout in layouts}
 
     # -- the step -------------------------------------------------------------------------------------------------
 
+    @lets_go
     def train_step(self, micro_batches):
         """One update from [(inputs, targets), ...], one entry per micro-batch of this rank; returns the mean loss.
 
         The loss is that before the update, over all counted targets (those >= 0) of all ranks.
         """
         self.ledger.begin_step()
-        for unit in self.units.values():
-            unit.drop()
         counted = self._open(micro_batches)
         losses = []
         for m, (x, targets) in enumerate(self.world.device.batches(micro_batches)):
             first, last = m == 0, m + 1 == len(micro_batches)
             saved = []
             for visit, upcoming in zip_longest(self.schedule, self.schedule[1:]):
-                w = self._fetch(
-                    visit, upcoming
-                )  # wait for this layer's weights, start the next one's
+                w = self._fetch(visit, upcoming)  # wait for its weights, start the next one's
                 if visit.forward:
                     x = self._forward(visit, w, x, saved)
                 if visit.turn:
@@ -141,6 +152,7 @@ class ZeRO:
             ]
             return add_up(self.comm.gather_scalars(losses).T.ravel()) / counted
 
+    @lets_go
     def forward(self, x, apply=lambda layer, w, x: layer.forward(w, x)[0]):
         """What comes out of the last layer: x = apply(layer, w, x) of each. Gathers and frees as training does."""
         for visit, upcoming in zip_longest(self.evaluation, self.evaluation[1:]):
@@ -153,20 +165,20 @@ class ZeRO:
 
     def _open(self, micro_batches, training=True):
         """Agree on the step: every rank brings as many micro-batches. Returns the counted targets of all ranks."""
-        number = len(micro_batches) * all(
-            len(targets) for _, targets in micro_batches
-        )  # 0 if one is empty
+        full = all(len(targets) for _, targets in micro_batches)
+        number = len(micro_batches) * full  # 0 if one is empty
         mine = sum(int(np.count_nonzero(targets >= 0)) for _, targets in micro_batches)
         too_large = int(sum(unit.too_large for unit in self.units.values()))
-        everyone = self.comm.gather_scalars(
-            [number, mine, too_large, training * self.world.guard.stop_requested]
-        )
-        numbers, counted = everyone[:, 0], int(sum(everyone[:, 1]))
-        if everyone[:, 3].any():
-            raise checkpoint.Stopped(int(everyone[:, 3].max()))
-        if everyone[:, 2].any():
+        stop, started = training * self.world.guard.stop_requested, self.world.lane.started
+        everyone = self.comm.gather_scalars([number, mine, too_large, stop, started]).T
+        numbers, counted = everyone[0], int(sum(everyone[1]))
+        self.world.settle(everyone[4])
+        if everyone[3].any():
+            raise checkpoint.Stopped(int(everyone[3].max()))
+        if everyone[2].any():
+            lost = int(sum(everyone[2]))
             raise Agreed(
-                f"step {self.step}: {int(sum(everyone[:, 2]))} weights became too large for {self.policy.precision}"
+                f"step {self.step}: {lost} weights became too large for {self.policy.precision}"
             )
         if numbers.min() != numbers.max() or not numbers[0]:
             raise UsageError(
@@ -177,11 +189,10 @@ class ZeRO:
         return counted
 
     def _fetch(self, visit, upcoming):
-        """This visit's weights (None where it needs none), once they are there; then the next visit's gather starts."""
-        unit = self.units[visit.unit]
+        """This visit's weights, once they are there (None: it needs none); then the next visit's gather starts."""
         if visit.gather:
-            unit.gather()
-        w = unit.weights() if visit.weights else None
+            self.units[visit.unit].gather()
+        w = self.units[visit.unit].weights() if visit.weights else None if visit.unit else {}
         if self.policy.prefetch and upcoming and upcoming.gather:
             self.units[upcoming.unit].gather()
         return w
@@ -197,7 +208,8 @@ class ZeRO:
         layer, kept = self.model.layers[visit.layer], saved.pop()
         if self._recomputes(visit):
             kept = layer.forward(w, kept)[1]
-        return layer.backward(w, self.units[visit.unit].gradient_views(first), kept, dy)
+        dw = self.units[visit.unit].gradient_views(first) if visit.unit else {}
+        return layer.backward(w, dw, kept, dy)
 
     def _recomputes(self, visit):
         """Whether the layer's forward runs again for its backward. Where that needs no weights, nothing is saved by it."""
@@ -240,6 +252,7 @@ class ZeRO:
 
     def load(self, folder):
         """Go on from a folder's newest complete checkpoint. Collective; what cannot be loaded changes nothing."""
+        self.world.settle()
         return checkpoint.load(self, folder)
 
     # -- weights --------------------------------------------------------------------------------------------------
@@ -261,6 +274,7 @@ class ZeRO:
         The arrays are the engine's memory: they are valid inside the `with` block, and must be copied to be kept.
         """
         parameters = {}
+        self.world.settle()
         with self.ledger.as_other():
             for unit in self.units.values():
                 unit.gather()

@@ -7,7 +7,7 @@ sharded, gather and free do nothing.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Visit:
     """One layer's part in a pass."""
 
     layer: int  # index in model.layers
-    unit: str
+    unit: str | None  # None: the layer has no parameters
     forward: bool
     backward: bool
     weights: bool  # whether the layer's computation needs the unit's full vector
@@ -56,7 +56,9 @@ class Schedule(tuple):
 
     def __str__(self):
         rows = [("visit", "layer", "unit", "what happens")]
-        rows += [(str(i), str(v.layer), v.unit, ", ".join(v.verbs())) for i, v in enumerate(self)]
+        rows += [
+            (str(i), str(v.layer), v.unit or "-", ", ".join(v.verbs())) for i, v in enumerate(self)
+        ]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         return "\n".join(
             "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
@@ -65,24 +67,28 @@ class Schedule(tuple):
 
 
 def training_schedule(layers, units):
-    """The walk of one micro-batch: `layers` follow the Layer contract, `units` names the unit of each."""
+    """The walk of one micro-batch: `layers` follow the Layer contract, `units` names the unit of each.
+
+    A layer without parameters has no unit (None): it is computed, and nothing moves for it.
+    """
     last = len(layers) - 1
     walk = [
-        Visit(i, units[i], forward=True, backward=i == last, weights=True) for i in range(last + 1)
+        Visit(i, unit, forward=True, backward=i == last, weights=unit is not None)
+        for i, unit in enumerate(units)
     ]
     for i in reversed(range(last)):
-        walk.append(
-            Visit(
-                i, units[i], forward=False, backward=True, weights=layers[i].backward_needs_weights
-            )
-        )
+        weights = units[i] is not None and layers[i].backward_needs_weights
+        walk.append(Visit(i, units[i], forward=False, backward=True, weights=weights))
     return _with_moves(walk)
 
 
 def evaluation_schedule(layers, units):
     """The forward pass alone, gathered and freed as in training."""
     return _with_moves(
-        [Visit(i, units[i], forward=True, backward=False, weights=True) for i in range(len(layers))]
+        [
+            Visit(i, unit, forward=True, backward=False, weights=unit is not None)
+            for i, unit in enumerate(units)
+        ]
     )
 
 
@@ -92,19 +98,13 @@ def _with_moves(walk):
     for i, visit in enumerate(walk):
         before = walk[i - 1] if i else None
         after = walk[i + 1] if i + 1 < len(walk) else None
-        schedule.append(
-            Visit(
-                visit.layer,
-                visit.unit,
-                visit.forward,
-                visit.backward,
-                visit.weights,
-                gather=visit.weights and not _needs(before, visit.unit),
-                free=visit.weights and not _needs(after, visit.unit),
-                reduce=visit.backward
-                and not any(v.backward and v.unit == visit.unit for v in walk[i + 1 :]),
-            )
-        )
+        last = not any(v.backward and v.unit == visit.unit for v in walk[i + 1 :])
+        moves = {
+            "gather": visit.weights and not _needs(before, visit.unit),
+            "free": visit.weights and not _needs(after, visit.unit),
+            "reduce": visit.backward and visit.unit is not None and last,
+        }
+        schedule.append(replace(visit, **moves))
     return Schedule(schedule)
 
 

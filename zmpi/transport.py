@@ -10,7 +10,6 @@ covers the last write of what is sent and also the last use of what is filled, w
 moment ago still lends to a kernel in the queue.
 """
 
-import ctypes
 from collections import deque
 from dataclasses import dataclass
 from math import inf
@@ -34,12 +33,17 @@ class Host:
 
     name = "host"
     depth = inf  # chunks of one collective that may be under way
+    dropped = False  # whether an exception ended a step: what is under way is completed, nothing more is started
 
     def __init__(self, device, ledger):
         self.device, self.ledger = device, ledger
 
     def reserve(self, nbytes):
         """Allocate what chunks of at most so many bytes need, once."""
+
+    def drop(self):
+        """Let go of what is under way, after an exception. The caller takes a new way; this one's buffers are MPI's."""
+        self.dropped = True
 
     def outgoing(self, vector, rows, start, stop):
         """The Place of these columns, ready for MPI to read."""
@@ -124,6 +128,10 @@ class Staged(Host):
             for _ in range(2)
         )
 
+    def drop(self):
+        super().drop()
+        self._copies.synchronize()  # they read and write vectors that are about to be freed
+
     def outgoing(self, vector, rows, start, stop):
         if start == 0:  # the whole vector is as it will be sent, once this is done
             self._follow()
@@ -183,23 +191,33 @@ class Staged(Host):
 
 
 class Paced:
-    """One collective in chunks, at most `depth` of them under way. Made, the first are; after Wait() all have arrived."""
+    """One collective in chunks, at most `depth` of them under way. Made, the first are; after Wait() all have arrived.
+
+    Once its way was dropped, no further chunk is started, and what was started arrives nowhere.
+    """
 
     def __init__(self, way, cuts, post, arrived):
         self._left, self._open = deque(cuts), deque()
-        self._post, self._arrived = post, arrived
+        self._way, self._post, self._arrived = way, post, arrived
         while self._left and len(self._open) < way.depth:
             self._next()
 
     def Wait(self):
         """Block until the last chunk is there. Once is enough; a second time returns at once."""
         while self._open:
-            request, cut = self._open.popleft()
+            request, cut = self._open[0]
             request.Wait()
-            self._arrived(*cut)
-            if self._left:
-                self._next()
+            self._open.popleft()
+            if not self._way.dropped:
+                self._arrived(*cut)
+                if self._left:
+                    self._next()
         self._post = self._arrived = None  # they hold the vectors
+
+    def Test(self):
+        """Whether MPI is done with it. Starts nothing, and waits for nothing."""
+        more = self._left and not self._way.dropped
+        return not more and all(request.Test() for request, _ in self._open)
 
     def _next(self):
         cut = self._left.popleft()
@@ -226,60 +244,3 @@ def ways(name, device, ledger):
         return Staged(device, ledger), Staged(device, ledger, ahead=True)
     way = {"host": Host, "direct": Direct}[name](device, ledger)
     return way, way
-
-
-# -- which one -----------------------------------------------------------------------------------------------------------
-
-
-def cuda_awareness(library, kinds, environ):
-    """(whether the MPI library says that it takes pointers of a GPU, why one thinks so).
-
-    `library` is it, opened by ctypes; `kinds` its info key mpi_memory_alloc_kinds (MPI 4.1). An answer is a hint, no
-    proof: some say no and can (Open MPI without CUDA over a UCX with it), older ones say how they were built.
-    """
-    if "cuda" in kinds:
-        return True, f"mpi_memory_alloc_kinds is {kinds}"
-    query = getattr(library, "MPIX_Query_cuda_support", None)
-    if query is not None and query():
-        return True, "MPIX_Query_cuda_support() is 1"
-    general, answer = getattr(library, "MPIX_GPU_query_support", None), ctypes.c_int(0)
-    if general is not None and general(0, ctypes.byref(answer)) == 0 and answer.value:
-        return True, "MPIX_GPU_query_support() is 1 for CUDA"
-    if environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1" and hasattr(
-        library, "MPIX_GPU_query_support"
-    ):
-        return (
-            False,
-            "MPICH_GPU_SUPPORT_ENABLED is 1, but the library says no: is libmpi_gtl_cuda linked?",
-        )
-    if query is None and general is None:
-        return False, "the MPI library has no query for it"
-    return False, f"{'MPIX_Query_cuda_support' if query else 'MPIX_GPU_query_support'}() is 0"
-
-
-def choose_transport(asked, answers):
-    """(name, why) for `auto`, `direct` or `staged`; `answers` holds each rank's (device name, aware, why).
-
-    Raises ValueError where the ranks have different devices, or what was asked for is not to be had. Staging that was
-    not asked for is said, never silent.
-    """
-    if asked not in ("auto", "direct", "staged"):
-        raise ValueError(f"--transport: expected auto, direct or staged; got {asked!r}")
-    devices = [device for device, _, _ in answers]
-    if len(set(devices)) > 1:
-        where = [rank for rank, device in enumerate(devices) if device != "cuda"]
-        raise ValueError(
-            f"--device: auto found no GPU on rank {where[0]}, but on others; name cpu or cuda"
-        )
-    if devices[0] == "cpu":
-        if asked != "auto":
-            raise ValueError(
-                f"--transport: {asked} carries memory of a GPU, and the arrays are on the CPU"
-            )
-        return "host", "arrays are in host memory"
-    if asked != "auto":
-        return asked, "asked for"
-    for rank, (_, aware, why) in enumerate(answers):
-        if not aware:
-            return "staged", f"through host memory: {why}" + (f" (rank {rank})" if rank else "")
-    return "direct", answers[0][2]

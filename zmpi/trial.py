@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from models import GPT, MLP, plain_step, plain_weights
-from zmpi.comm import World
 from zmpi.engine import ZeRO
 from zmpi.layout import PIECES, Layout
 from zmpi.optim import AdamW, Slice, sums_of_squares
 from zmpi.precision import Policy
 from zmpi.sums import add_up
+from zmpi.world import World
 
 STEPS = 3
 SEED = 7

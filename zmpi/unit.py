@@ -75,9 +75,7 @@ class Unit:
 
     def weights(self):
         """{local name: view} of the full vector, once it is there. The caller drops the views before free()."""
-        if self._gather:
-            self._gather.wait()
-            self._gather = None
+        self._arrive()
         full = self.full if self.rules.stage.parameters else self.parameters
         if full.dtype != self.rules.recipe.compute:
             if self.widened is None:
@@ -87,13 +85,18 @@ class Unit:
         return self.layout.views(full)
 
     def free(self):
-        """Drop the full vector; what is owned stays."""
+        """Drop the full vector; what is owned stays. MPI writes to it until it is there, wanted or not."""
+        self._arrive()
         self.full = self.widened = None
 
-    def drop(self):
-        """Drop all that is not owned: what a step that ended by an exception has left."""
+    def _arrive(self):
+        """Wait for the gather that is under way, if one is."""
         if self._gather:
             self._gather.wait()
+            self._gather = None
+
+    def drop(self):
+        """Let go of all that is not owned, after an exception. Waits for nothing: others may never start that gather."""
         self.full = self.widened = self.partial = self.sum = self._gather = None
 
     # -- gradients ------------------------------------------------------------------------------------------------

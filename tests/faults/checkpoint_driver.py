@@ -11,9 +11,9 @@ import sys
 import time
 
 from zmpi import train
-from zmpi.comm import World
 from zmpi.engine import ZeRO
 from zmpi.manners.guard import UsageError
+from zmpi.world import World
 
 fault, victim, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 if World(device="cpu").rank == victim:

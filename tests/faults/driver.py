@@ -13,6 +13,7 @@ import time
 import numpy as np
 
 import zmpi.comm
+import zmpi.world
 from models import MLP
 from zmpi import AdamW, World, ZeRO
 
@@ -71,7 +72,7 @@ def batch(rank, step, places):
 
 
 def main():
-    places = Places(zmpi.comm.MPI.COMM_WORLD.rank)
+    places = Places(zmpi.world.MPI.COMM_WORLD.rank)
     places.here("start")
     world = World(
         device="cpu", timeout=60

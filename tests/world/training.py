@@ -117,7 +117,9 @@ class Plain:
         self.layouts = {
             unit: Layout(unit, spec.prefix, spec.shapes, shards=1)
             for unit, spec in units(model).items()
+            if spec.shapes
         }
+        self.empty = {unit: {} for unit in units(model)}  # of layers without parameters
         self.masters = self._vectors(plain_weights(model, seed, wide))
         self.moments = {
             u: {n: np.zeros_like(v) for n in optimizer.moments} for u, v in self.masters.items()
@@ -128,7 +130,7 @@ class Plain:
     def step(self, micro_batches):
         """The mean loss before the update."""
         if self.recipe.own_master:
-            weights = {
+            weights = self.empty | {
                 unit: self.layouts[unit].views(vector) for unit, vector in self.masters.items()
             }
             return plain_step(
@@ -136,7 +138,9 @@ class Plain:
             )
         narrow = self.recipe.parameter
         rounded = {u: v.astype(narrow).astype(self.recipe.compute) for u, v in self.masters.items()}
-        weights = {unit: self.layouts[unit].views(vector) for unit, vector in rounded.items()}
+        weights = self.empty | {
+            unit: self.layouts[unit].views(vector) for unit, vector in rounded.items()
+        }
         counted = sum(int((targets >= 0).sum()) for _, targets in micro_batches)
         sums, losses = {unit: np.zeros_like(vector) for unit, vector in self.masters.items()}, 0.0
         for batch in micro_batches:

@@ -12,12 +12,13 @@ import numpy as np
 
 from models import MLP
 from models.layer import Layer
-from zmpi.comm import Communicator, World
+from zmpi.comm import Communicator
 from zmpi.cost.counted import Counted, Meter
 from zmpi.cost.watch import Memory, WatchedUnit, WatchedZeRO
 from zmpi.device import Device
 from zmpi.optim import BLOCK, Slice, sums_of_squares
 from zmpi.sums import REDUCE_BLOCK, add_in_order
+from zmpi.world import World
 
 
 class CountedWorld(World):
@@ -25,6 +26,7 @@ class CountedWorld(World):
 
     def __init__(self, size, rank=0, reduction="auto"):
         self.mpi, self.guard = None, SimpleNamespace(stop_requested=0)
+        self.lane = SimpleNamespace(mpi=None, started=0)
         self.size, self.rank, self.reduction = size, rank, reduction
         self.meter = Meter()
         self.device = Device("cpu", self.meter.xp)
@@ -34,6 +36,9 @@ class CountedWorld(World):
 
     def share(self, thing, name="agreement"):
         return [thing]
+
+    def settle(self, started=None):
+        """Nothing is ever under way."""
 
 
 class CountedCommunicator(Communicator):

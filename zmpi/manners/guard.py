@@ -74,6 +74,7 @@ class Guard:
         self.line_start = ""  # before a message; "\n" while a progress bar is in the last line
         self.timeout = 300.0  # seconds
         self.stop_requested = 0  # signal number, see finish_on_signal
+        self.lane = None  # on which vectors travel; World makes it, one for the process
         self._abort, self._finalized, self._multiple = abort, finalized, multiple
         self._messages = GuardMessages(comm, lambda: (self._state[0], self._doing()))
         # (waits entered, name of the last one, time entered or 0.0 outside): one tuple, so that the thread reads all of

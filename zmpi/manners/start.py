@@ -4,11 +4,12 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from zmpi.comm import MPI, Communicator, World
+from zmpi.comm import Communicator
 from zmpi.engine import ZeRO
 from zmpi.manners.guard import UsageError, one_line
 from zmpi.manners.launch import end_before_mpi
 from zmpi.manners.options import Told, forgiving_output, real
+from zmpi.world import MPI, World
 
 
 def world_flags(group, timeout=300):
