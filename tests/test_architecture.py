@@ -9,11 +9,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     0: """under_way cuda_aware stages layout schedule precision kernels memory sums transport
-          formats coding sampling manners.launch manners.guard_messages manners.hooks
+          formats coding sampling manners.launch manners.clock manners.errors manners.hooks
           manners.table saving.blocks cost.counted""",
-    1: """data device ledger optim manners.guard manners.machine saving.manifest saving.pretrained
+    1: """data device ledger optim manners.guard_messages manners.ending manners.machine saving.manifest saving.pretrained
           cost.paper cost.bench_table""",
-    2: "manners.agree",
+    2: "manners.guard manners.agree",
     3: "world manners.options saving.folder cost.pictures",
     4: "comm manners.model_flags cost.page",
     5: "unit",

@@ -217,6 +217,49 @@ def test_a_stopped_rank_gives_no_answer(end):
     assert "  rank 1: no answer\n" in end.output
 
 
+SUSPEND = """
+import subprocess
+pids = " ".join(map(str, comm.allgather(os.getpid())))
+def suspend_all(seconds):
+    if rank == 1: subprocess.Popen(["sh", "-c", f"kill -STOP {pids}; sleep {seconds}; kill -CONT {pids}"])
+def work(seconds):  # in small parts, as a suspended process would go on with it
+    for _ in range(int(seconds * 50)): time.sleep(0.02)
+"""
+
+
+@world(
+    Script(
+        f"{MEET}guard.timeout = 2\n{SUSPEND}suspend_all(4)\nif rank == 1: work(1)\nall_gather('next')"
+    ),
+    Script(f"{SUSPEND}suspend_all(4)\nif rank == 1: work(1)\nguard.meet(2)\nall_gather('first')"),
+)
+def test_a_job_that_was_suspended_as_a_whole_goes_on(end):
+    """SIGSTOP to all ranks for longer than the timeout. They are not late, though the clock says so."""
+    assert (end.status, end.lines) == (0, []), end.output
+
+
+PATIENCE = """
+import zmpi.manners.ending as ending
+ending.PATIENCE = 3
+class Stops(Exception):
+    told = False
+    def __str__(self):
+        if guard._ending.begun and not self.told:
+            self.told = True
+            suspend_all(5)
+            work(0.5)
+        return "out of luck"
+if rank == 1: raise Stops()
+all_gather("next")
+"""
+
+
+@world(Script(MEET + SUSPEND + PATIENCE))
+def test_a_job_that_is_suspended_while_it_ends_still_says_why(end):
+    """The rank that speaks is stopped, in the middle of its traceback, for longer than the patience with it."""
+    assert (end.status, end.lines) == (1, ["zmpi: rank 1: Stops: out of luck"]), end.output
+
+
 @world(Script(MEET + "guard.timeout = 2\nif rank == 0: time.sleep(100)\nall_gather('next')"))
 def test_the_report_of_a_timeout_has_a_line_for_every_rank(end):
     assert (end.status, end.lines) == (

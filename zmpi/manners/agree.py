@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass
 from numbers import Number
 
-from zmpi.manners.guard import UsageError
+from zmpi.manners.errors import UsageError
 
 LONG = 200  # characters that one can compare by eye
 

@@ -6,49 +6,27 @@
                           that the exited rank never entered       waits until all ranks are exiting
     sleep, lost message   a rank blocked for `timeout`             the lowest of the blocked ranks
 
-Here is the judgement: which rank is missing, which may speak, when to end. The messages are in guard_messages.py. One
-thread per rank looks ten times a second at them, at how long its rank has waited, and at the wake-up descriptor of the
-signals. It runs while the main thread sleeps or is blocked inside MPI, so every rank whose interpreter is alive answers.
-Where several ranks find a fault together, one speaks (`_may_speak`). The module knows no MPI library: `zmpi/comm.py`
-hands it a communicator.
+Here is the judgement: which rank is missing, and when to end. Which rank may speak is in ending.py, the messages are in
+guard_messages.py. One thread per rank looks ten times a second at them, at how long its rank has waited, and at the wake-up
+descriptor of the signals. It runs while the main thread sleeps or is blocked inside MPI, so every rank whose interpreter
+is alive answers. Time in which it did not run does not count (clock.py). The module knows no MPI library: it is handed a
+communicator.
 """
 
-import faulthandler
-import os
 import signal
 import sys
 import threading
-import time
 import traceback
 
+from zmpi.manners.clock import RunningClock, rest
+from zmpi.manners.ending import ANSWER, Ending
+from zmpi.manners.errors import Agreed, UsageError, one_line  # noqa: F401
 from zmpi.manners.guard_messages import GuardMessages
-from zmpi.manners.hooks import ENDING, Hooks, say
+from zmpi.manners.hooks import END_SIGNALS, Hooks, say
 
 POLL = 0.1  # seconds between two looks at the private communicator
-SETTLE = 0.5  # seconds in which ranks that find a fault together learn of each other; several POLLs
-ANSWER = 2.0  # seconds in which a living rank says where it stands
 STAND = 5.0  # seconds in a wait which an exited rank never entered
 LEAVE = 30.0  # seconds that a rank which exits before its first World() stays for the others
-DRAIN = 0.1  # seconds left to the launcher to carry the last line out
-PATIENCE = 8.0  # seconds after which a rank that is ending but cannot (its stderr is blocked, say) dies without a word
-
-
-class Agreed(Exception):
-    """An error which all ranks raise together: rank 0 prints one line, no traceback, and all exit with `status`."""
-
-    status = 1
-
-
-class UsageError(Agreed):
-    """Something was asked for that cannot be done."""
-
-    status = 2
-
-
-def one_line(text) -> str:
-    """A message as it is printed: where it has several lines they are joined."""
-    return " ".join(str(text).splitlines())
-
 
 _guard = None  # one per process, whose hooks it takes, however many Worlds that makes
 
@@ -75,25 +53,26 @@ class Guard:
         self.timeout = 300.0  # seconds
         self.stop_requested = 0  # signal number, see finish_on_signal
         self.lane = None  # on which vectors travel; World makes it, one for the process
-        self._abort, self._finalized, self._multiple = abort, finalized, multiple
-        self._messages = GuardMessages(comm, lambda: (self._state[0], self._doing()))
-        # (waits entered, name of the last one, time entered or 0.0 outside): one tuple, so that the thread reads all of
+        self._finalized, self._multiple = finalized, multiple
+        self._clock = RunningClock()  # the guard's thread looks at it
+        self._messages = GuardMessages(comm, lambda: (self._state[0], self._doing()), self._clock)
+        # (waits entered, name of the last one, time entered or None outside): one tuple, so that the thread reads all of
         # one moment. Ranks enter the same waits in the same order, so the first number compares them.
-        self._state = (0, "the start", 0.0)
+        self._state = (0, "the start", None)
         self._why = ""  # it is exiting, where that is more than a status
         self._told = 0  # the wait for which an exited rank was told that this one is left waiting
         self._all_gone, self._stop = threading.Event(), threading.Event()
-        self._ending = threading.Lock()
+        self._ending = Ending(self._messages, abort)
         self._finish = self._closed = False
         self._hooks, self._thread = Hooks(), None
         self._hooks.take_exits(self.close)
         self._hooks.take_exceptions(self._uncaught, threads=self.size > 1)
         if self.size > 1:
-            self._start(ENDING)
+            self._start(END_SIGNALS)
 
     def waiting(self, name: str) -> "Guard":
         """`with guard.waiting("all_gather h.3"):` around everything that blocks on other ranks. It does not nest."""
-        self._state = (self._state[0] + 1, name, time.monotonic())
+        self._state = (self._state[0] + 1, name, self._clock.seconds)
         return self
 
     def __enter__(self):
@@ -102,7 +81,7 @@ class Guard:
     def __exit__(self, kind, error, trace):
         count, name, _ = self._state
         # a rank that leaves by an exception has not taken part
-        self._state = (count - (kind is not None), name, 0.0)
+        self._state = (count - (kind is not None), name, None)
 
     def meet(self, timeout: float) -> "Guard":
         """Wait for all ranks, the first time; every World() calls it. `timeout` (seconds) holds from now on."""
@@ -143,6 +122,7 @@ class Guard:
                 self._messages.say_exit()
                 self._hooks.wake()
                 self._all_gone.wait()
+            self._messages.finish()
         self._stop.set()
         if self._thread is not None:
             self._hooks.wake()
@@ -152,6 +132,7 @@ class Guard:
         self._hooks.take_signals(signals)
         self._thread = threading.Thread(target=self._watch, name="zmpi guard", daemon=True)
         self._thread.start()
+        self._ending.watch()
 
     def _uncaught(self, kind, error, trace) -> None:
         main = threading.current_thread() is threading.main_thread()
@@ -178,6 +159,7 @@ class Guard:
             only_signals = not self._messages.can_talk and (self._multiple or self.size == 1)
             for number in self._hooks.heard(None if only_signals else POLL):
                 self._signalled(number)
+            self._clock.look()
             if not self._finalized():
                 self._messages.receive()
                 self._judge()
@@ -187,9 +169,7 @@ class Guard:
             self.stop_requested = number
         else:
             if self.size > 1 and not self._messages.can_talk:
-                time.sleep(
-                    ANSWER
-                )  # it may be a launcher's, which ends all ranks because another has spoken and aborted
+                rest(ANSWER)  # it may be the launcher's, after another rank has spoken and aborted
             self._end(128 + number, f"rank {self.rank}: ended by {signal.Signals(number).name}")
 
     def _judge(self) -> None:
@@ -201,8 +181,8 @@ class Guard:
             fault = f"the others stand in {self._messages.abandoned}, which it never entered"
             self._end(self._exit_status(), f"rank {self.rank}: {self._doing()}; {fault}")
         count, name, entered = self._state
-        now = time.monotonic()
-        if not entered or self._ending.locked():
+        now = self._clock.seconds
+        if entered is None or self._ending.begun:
             return
         deserters = [
             rank
@@ -224,8 +204,8 @@ class Guard:
         if self._closed:
             status = self._hooks.status
             return f"exited{'' if status is None else f' with status {status}'}{self._why} after {name}"
-        if entered:
-            return f"in {name} (wait {count}) for {time.monotonic() - entered:.1f} s"
+        if entered is not None:
+            return f"in {name} (wait {count}) for {self._clock.seconds - entered:.1f} s"
         return f"outside, after {name} (wait {count})"
 
     def _report(self, count: int, name: str) -> str:
@@ -246,41 +226,14 @@ class Guard:
 
     def _end(self, status: int, line: str, text=lambda: "") -> None:
         """End all ranks with `status`; the one that may speak prints text() and the line. Only the guard's thread returns."""
-        if self._ending.acquire(blocking=False):
-            faulthandler.dump_traceback_later(
-                PATIENCE, exit=True, file=os.open(os.devnull, os.O_WRONLY)
-            )
-            if self._may_speak(line):
-                fault = line.partition(": ")[2]  # after the rank; who found the same is not named
-                others = [
-                    other
-                    for _, other in sorted(self._messages.claims.items())
-                    if other.partition(": ")[2] != fault
-                ]
-                say(
-                    self.line_start
-                    + text()
-                    + "".join(f"{self.program}: {one}\n" for one in [line, *others] if one)
-                )
-                time.sleep(DRAIN)
-                if self.size > 1:
-                    self._abort(status)
-                os._exit(status)
-        while threading.current_thread() is not self._thread:
-            time.sleep(POLL)
 
-    def _may_speak(self, line: str) -> bool:
-        """True on one of the ranks that found a fault: the first, and the lowest of those who find it together."""
-        if (
-            not self._messages.can_talk
-        ):  # they cannot ask each other: the lowest speaks first, and its abort ends the others
-            time.sleep(min(self.rank * 3 * DRAIN, ANSWER))
-            return True
-        if self._messages.claims:
-            return False
-        self._messages.claim(line)
-        self._messages.listen(SETTLE, self._messages.claims)
-        return min(self._messages.claims) == self.rank
+        def words(others):
+            lines = [f"{self.program}: {one}\n" for one in [line, *others] if one]
+            return self.line_start + text() + "".join(lines)
+
+        self._ending.end(status, line, words)
+        while threading.current_thread() is not self._thread:
+            rest(POLL)
 
 
 def _ranks(ranks: list) -> str:

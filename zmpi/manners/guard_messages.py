@@ -13,26 +13,30 @@ A message is the tuple (name, sender's rank, what it says...). It only ever prob
 hold a core. What follows from a message is for guard.py.
 """
 
+import ctypes
 import threading
-import time
+
+from zmpi.manners.clock import running
 
 PAUSE = 0.01  # seconds between two looks while an answer is awaited
+LAST = 1.0  # seconds for what an exiting rank has sent and others have not taken
 ROLL_CALL = 24242  # tag of the roll call, the one message that uses the world's own communicator
 
 
 class GuardMessages:
     """What this rank's guard tells the others', and has heard from them.
 
-    comm: the communicator of all ranks; whereabouts(): (waits entered, what this rank is doing), the answer to `ask`.
+    comm: the communicator of all ranks; whereabouts(): (waits entered, what this rank is doing), the answer to `ask`;
+    clock: the guard's RunningClock.
     """
 
-    def __init__(self, comm, whereabouts):
+    def __init__(self, comm, whereabouts, clock):
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.claims = {}  # rank: line
         self.answers = {}  # rank: (waits entered, what it is doing)
         self.exited = {}  # rank: (waits entered, time heard)
         self.abandoned = None  # the collective in which others wait for this rank, which has exited
-        self._comm, self._whereabouts = comm, whereabouts
+        self._comm, self._whereabouts, self._clock = comm, whereabouts, clock
         self._private = None  # the duplicate on which the guards talk
         self._sent = []  # requests, each with its message
         self._sending = threading.Lock()  # both the main thread and the guard's send
@@ -54,14 +58,12 @@ class GuardMessages:
         """
         heard = {self.rank: None}
         self._send(self._comm, word, range(self.size), ROLL_CALL)
-        end = time.monotonic() + seconds
-        while (
-            len(heard) < self.size and time.monotonic() < end and (word or not any(heard.values()))
-        ):
+        for _ in running(seconds, PAUSE / 10):
             for rank in range(self.size):
                 if rank not in heard and self._comm.iprobe(source=rank, tag=ROLL_CALL):
                     heard[rank] = self._comm.recv(source=rank, tag=ROLL_CALL)
-            time.sleep(PAUSE / 10)
+            if len(heard) == self.size or (not word and any(heard.values())):
+                break
         return heard
 
     def claim(self, line: str) -> None:
@@ -79,7 +81,7 @@ class GuardMessages:
     def say_exit(self) -> None:
         """Tell all ranks that this one exits."""
         count, _ = self._whereabouts()
-        self.exited[self.rank] = (count, time.monotonic())
+        self.exited[self.rank] = (count, self._clock.seconds)
         self._tell("exit", range(self.size), count)
 
     def say_abandoned(self, rank: int, name: str) -> None:
@@ -97,16 +99,28 @@ class GuardMessages:
                 case "answer", rank, count, doing:
                     self.answers[rank] = (count, doing)
                 case "exit", rank, count:
-                    self.exited[rank] = (count, time.monotonic())
+                    self.exited[rank] = (count, self._clock.seconds)
                 case "abandoned", _, name:
                     self.abandoned = name
 
     def listen(self, seconds: float, heard: dict) -> None:
         """Receive for `seconds`, or until every rank is in `heard`."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and len(heard) < self.size:
+        for _ in running(seconds, PAUSE):
             self.receive()
-            time.sleep(PAUSE)
+            if len(heard) == self.size:
+                break
+
+    def finish(self) -> None:
+        """Complete what was sent, at exit. What is still open then is never freed: the interpreter ends before MPI does."""
+        for _ in running(LAST, PAUSE):
+            with self._sending:
+                self._drop_complete()
+            if not self._sent:
+                return
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._sent))
+
+    def _drop_complete(self) -> None:
+        self._sent = [request for request in self._sent if not request.Test()]
 
     def _tell(self, what: str, ranks, *facts) -> None:
         self._send(self._private, (what, self.rank, *facts), ranks)
@@ -114,7 +128,7 @@ class GuardMessages:
     def _send(self, comm, message, ranks, tag=0) -> None:
         """Start to send. A request holds its message, so each is kept until it is complete."""
         with self._sending:
-            self._sent = [request for request in self._sent if not request.Test()]
+            self._drop_complete()
             self._sent += [
                 comm.isend(message, dest=rank, tag=tag) for rank in ranks if rank != self.rank
             ]

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Hooks:
@@ -73,7 +73,7 @@ class Hooks:
         sys.excepthook, threading.excepthook, sys.exit = self._before
         if self._ear is not None:
             signal.set_wakeup_fd(-1)
-        for number in ENDING:
+        for number in END_SIGNALS:
             if signal.getsignal(number) is _by_the_thread:
                 signal.signal(
                     number,

@@ -1,0 +1,18 @@
+"""The errors on which all ranks agree."""
+
+
+class Agreed(Exception):
+    """An error which all ranks raise together: rank 0 prints one line, no traceback, and all exit with `status`."""
+
+    status = 1
+
+
+class UsageError(Agreed):
+    """Something was asked for that cannot be done."""
+
+    status = 2
+
+
+def one_line(text) -> str:
+    """A message as it is printed: where it has several lines they are joined."""
+    return " ".join(str(text).splitlines())
