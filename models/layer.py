@@ -89,10 +89,13 @@ def init_normal(w, key, name, std):
 
 
 def check_sizes(**sizes):
-    """Raises ValueError for the first size below 1, by its name."""
+    """The sizes as Python's own ints. Raises ValueError for the first that is none, or below 1, by its name."""
     for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+            raise ValueError(f"{name}: expected a whole number of at least 1, got {size!r}")
         if size < 1:
             raise ValueError(f"{name}: {size} is below 1")
+    return map(int, sizes.values())
 
 
 # ---- the plain loop --------------------------------------------------------------------------------------------------

@@ -17,8 +17,12 @@ class MLP:
     Raises ValueError for a size below 1.
     """
 
+    one_target = True  # a window has one target, the token after it
+
     def __init__(self, layers, width, context, vocab):
-        check_sizes(layers=layers, width=width, context=context, vocab=vocab)
+        layers, width, context, vocab = check_sizes(
+            layers=layers, width=width, context=context, vocab=vocab
+        )
         self.depth, self.width, self.context, self.vocab = layers, width, context, vocab
         features = [context * width] + [width] * layers
         hidden = [Hidden(f"hidden.{i}", features[i], width) for i in range(layers)]

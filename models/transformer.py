@@ -31,7 +31,9 @@ class GPT:
     """
 
     def __init__(self, layers, width, heads, context, vocab):
-        check_sizes(layers=layers, width=width, heads=heads, context=context, vocab=vocab)
+        layers, width, heads, context, vocab = check_sizes(
+            layers=layers, width=width, heads=heads, context=context, vocab=vocab
+        )
         if width % heads:
             raise ValueError(f"heads: {heads} does not divide width {width}")
         self.depth, self.width, self.heads, self.context, self.vocab = (

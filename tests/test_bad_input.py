@@ -29,8 +29,7 @@ SMALL = [
 PATHS = ("--data", "--comm", "--log", "--checkpoint", "--init-from", "--trace")
 FLAGS = {  # arguments (words, or a tuple where they are not divided by spaces) -> what the line must name
     "--heads 7 --width 64": "--heads: 7 does not divide width 64",
-    "--heads 0": "--heads: 0",
-    "--heads -2": "--heads: -2",
+    "--heads 0": "--heads: expected a whole number of at least 1, got 0",
     "--heads two": "--heads:",
     "--model mlp --heads 2": "--heads: 2",
     "--model rnn": "--model:",
@@ -53,6 +52,11 @@ FLAGS = {  # arguments (words, or a tuple where they are not divided by spaces) 
     "--lr nan": "--lr:",
     "--lr inf": "--lr:",
     "--lr -0.1": "--lr:",
+    "--lr 0": "--lr: expected a finite number above 0, got 0",
+    "--warmup 20 --decay-steps 10": "--decay-steps: expected more than --warmup 20, got 10",
+    "--eps 0": "--eps: expected a finite number of at least 1e-30, got 0",
+    "--momentum 1 --optimizer sgd": "--momentum:",
+    "--weight-decay 400": "--weight-decay: expected at most 1/lr = 333.333, got 400",
     "--warmup -1": "--warmup:",
     "--schedule linear": "--schedule:",
     "--decay-steps 0": "--decay-steps:",

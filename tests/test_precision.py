@@ -67,7 +67,7 @@ def test_recipes_and_policies_are_frozen():
             {"precision": "float8"},
             "precision: expected one of float32, bfloat16, float16, float64; got 'float8'",
         ),
-        ({"prefetch": 2}, "prefetch: expected 0 or 1; got 2"),
+        ({"prefetch": 2}, "prefetch: expected 0 or 1, got 2"),
         ({"loss_scale": 8.0}, "loss_scale: applies to precision float16 only, not to float32"),
         (
             {"precision": "bfloat16", "loss_scale": 8.0},
@@ -87,7 +87,7 @@ def test_recipes_and_policies_are_frozen():
         ),
         (
             {"precision": "float16", "loss_scale_window": 0},
-            "loss_scale_window: expected at least 1 step, got 0",
+            "loss_scale_window: expected a whole number of at least 1, got 0",
         ),
     ],
 )

@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AdamW": "zmpi.optim",
+    "Optimizer": "zmpi.optim",
     "SGD": "zmpi.optim",
     "STAGES": "zmpi.stages",
     "Policy": "zmpi.precision",

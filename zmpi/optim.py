@@ -4,13 +4,14 @@ What is updated is a flat slice: the master weights, the gradient summed over ra
 Nothing here knows of ranks; the slices of all ranks together are updated as one vector would be.
 """
 
-from dataclasses import dataclass
-from math import cos, pi
+from dataclasses import dataclass, fields
+from math import cos, inf, pi
 from types import SimpleNamespace
 
 import numpy as np
 
 from models.twins import on_gpu
+from zmpi.domains import Domain, switch
 from zmpi.sums import round_to
 
 BLOCK = (
@@ -42,12 +43,34 @@ class Slice:
             round_to(self.stored, self.master)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Optimizer:
-    """What all optimizers share: the learning rate's course, and clipping.
+BELOW_ONE = Domain(below=1)
+DOMAINS = {  # of hyperparameters, by their names, whichever optimizer has them
+    "lr": Domain(highest=1e30),  # 0: nothing is updated
+    "warmup": Domain(whole=True),
+    "decay_steps": Domain(whole=True),
+    "clip": Domain(),
+    "weight_decay": Domain(),
+    "beta1": BELOW_ONE,
+    "beta2": BELOW_ONE,
+    "momentum": BELOW_ONE,
+    # Times sqrt(1 - beta2), which is above 1e-8, it is still a float32 above 0: 0 / (0 + eps) must be a number.
+    "eps": Domain(1e-30),
+}
+ANY_NUMBER = Domain(-inf)
 
-    `lr` is reached after `warmup` updates and then kept (`schedule="constant"`) or let down along half a cosine wave to a
-    tenth of it at update `decay_steps` (`"cosine"`). `clip` bounds the global norm of the gradient (0: off).
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """An update rule: the base class of AdamW and SGD, and of one of your own.
+
+    A subclass is a frozen, keyword-only dataclass. Its fields are its hyperparameters: each has a default, and the domain
+    of its name in DOMAINS (one that is not there is any finite number, where its default is a number). It declares
+    `moments`, the names of the vectors that it keeps, one element per parameter, all zero at first; and it implements
+    `update`. The engine shards, books, saves and resumes moments as it does weights.
+
+    The base class has the learning rate's course and clipping: `lr` is reached after `warmup` updates and then kept
+    (`schedule="constant"`) or decayed by a half cosine to lr/10 at update `decay_steps` (`"cosine"`). `clip` bounds the
+    global norm of the gradient (0: off).
     """
 
     lr: float = 3e-4
@@ -57,17 +80,42 @@ class _Optimizer:
     clip: float = 0.0
     weight_decay: float = 0.0
 
+    moments = ()  # names; "master" is taken
+
     def __post_init__(self):
-        for name in ("lr", "warmup", "decay_steps", "clip", "weight_decay", *self.hyperparameters):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{name}: expected a finite number of at least 0, got {value}")
+        """Raise ValueError for the first hyperparameter outside its domain."""
+        for field in fields(self):
+            value = self._checked(field.name, field.default)
+            object.__setattr__(self, field.name, value)  # NumPy's numbers become Python's
         if self.schedule not in ("constant", "cosine"):
             raise ValueError(f"schedule: expected constant or cosine, got {self.schedule!r}")
-        if self.schedule == "cosine" and self.decay_steps < 1:
+        if self.schedule == "cosine" and self.decay_steps <= self.warmup:
             raise ValueError(
-                f"decay_steps: a cosine schedule needs at least 1, got {self.decay_steps}"
+                f"decay_steps: expected more than the warm-up's {self.warmup} steps, got"
+                f" {self.decay_steps}: a cosine schedule decays after the warm-up"
             )
+        if self.lr * self.weight_decay > 1:
+            raise ValueError(
+                f"weight_decay: expected at most 1/lr = {1 / self.lr:g}, got {self.weight_decay:g}:"
+                " decay would turn weights over"
+            )
+
+    def _checked(self, name, default):
+        value = getattr(self, name)
+        if isinstance(default, bool):
+            return switch(name, value)
+        if name in DOMAINS:
+            return DOMAINS[name].of(name, value)
+        return ANY_NUMBER.of(name, value) if isinstance(default, (int, float)) else value
+
+    def update(self, owned, t, factor):
+        """Update `owned`, a Slice, in place: update t (counted from 1), with the gradient multiplied by `factor`.
+
+        Shards end anywhere: an element may depend on its own weight, gradient and moments, and on t, never on another
+        element, or the stages train differently. Walk through `owned.blocks()`, so that temporaries stay in cache; work
+        in the master's type (a gradient may have 16 bits); end with `owned.round()`.
+        """
+        raise NotImplementedError
 
     def rate(self, t):
         """The learning rate of update t (counted from 1)."""
@@ -84,7 +132,7 @@ class _Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW(_Optimizer):
+class AdamW(Optimizer):
     """Adam with decoupled weight decay (arXiv 1711.05101, algorithm 2), on tensors of two and more dimensions only.
 
     Embeddings are matrices and decay too; biases and norm gains do not.
@@ -95,16 +143,7 @@ class AdamW(_Optimizer):
     beta2: float = 0.95
     eps: float = 1e-8
 
-    hyperparameters = ("beta1", "beta2", "eps")
     moments = ("m", "v")  # first and second moment, in the master type
-
-    def __post_init__(self):
-        super().__post_init__()
-        for name in ("beta1", "beta2"):
-            if getattr(self, name) >= 1:
-                raise ValueError(
-                    f"{name}: expected at least 0 and below 1, got {getattr(self, name)}"
-                )
 
     def update(self, owned, t, factor):
         """Update a Slice in place: update t (counted from 1), with the gradient multiplied by `factor`."""
@@ -153,12 +192,10 @@ def adamw(master, owned, by):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGD(_Optimizer):
+class SGD(Optimizer):
     """Stochastic gradient descent with (heavy-ball) momentum; weight decay, if any, is decoupled as in AdamW."""
 
     momentum: float = 0.0
-
-    hyperparameters = ("momentum",)
 
     @property
     def moments(self):

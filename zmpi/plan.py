@@ -25,7 +25,9 @@ def parser():
         type=real(1),
         help="number of parameters: state alone, by the formula (default: a model's)",
     )
-    model_flags(flags.add_argument_group("or a model, walked through (--layers chooses this)"))
+    model_flags(
+        flags.add_argument_group("or a model, walked through (--layers chooses this)"), own=False
+    )
     _how(flags.add_argument_group("how it is run").add_argument)
     _questions(flags.add_argument_group("questions").add_argument)
     flags.set_defaults(layers=None)

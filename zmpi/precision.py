@@ -5,6 +5,12 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from zmpi.domains import SIZES, Domain, switch
+
+PREFETCH = Domain(0, highest=1, whole=True, words="0 or 1")
+LOSS_SCALE = Domain(1, highest=1 << 24, words="auto, or a number from 1 to 2^24")
+WINDOW = Domain(1, below=SIZES, whole=True)
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -71,28 +77,25 @@ class Policy:
     loss_scale_window: int = 2000  # good steps after which a dynamic scale doubles
 
     def __post_init__(self):
-        if self.precision not in RECIPES:
+        if not isinstance(self.precision, str) or self.precision not in RECIPES:
             raise ValueError(
                 f"precision: expected one of {', '.join(RECIPES)}; got {self.precision!r}"
             )
-        if self.prefetch not in (0, 1):
-            raise ValueError(f"prefetch: expected 0 or 1; got {self.prefetch!r}")
-        if self.loss_scale != "auto":
-            if self.precision != "float16":
-                raise ValueError(
-                    f"loss_scale: applies to precision float16 only, not to {self.precision}"
-                )
-            if not (
-                isinstance(self.loss_scale, (int, float))
-                and 1 <= self.loss_scale <= LossScaler.HIGHEST
-            ):
-                raise ValueError(
-                    f"loss_scale: expected auto, or a number from 1 to 2^24; got {self.loss_scale!r}"
-                )
-        if self.loss_scale_window < 1:
+        prefetch, window = PREFETCH.of("prefetch", self.prefetch), self.loss_scale_window
+        object.__setattr__(self, "prefetch", prefetch)
+        object.__setattr__(self, "recompute", switch("recompute", self.recompute))
+        object.__setattr__(self, "loss_scale", self._scale())
+        object.__setattr__(self, "loss_scale_window", WINDOW.of("loss_scale_window", window))
+
+    def _scale(self):
+        """The fixed loss scale, or "auto"."""
+        if isinstance(self.loss_scale, str) and self.loss_scale == "auto":
+            return "auto"
+        if self.precision != "float16":
             raise ValueError(
-                f"loss_scale_window: expected at least 1 step, got {self.loss_scale_window}"
+                f"loss_scale: applies to precision float16 only, not to {self.precision}"
             )
+        return LOSS_SCALE.of("loss_scale", self.loss_scale)
 
     @property
     def recipe(self):
@@ -101,7 +104,7 @@ class Policy:
     def scaler(self):
         """A fresh LossScaler for this policy."""
         if self.loss_scale != "auto":
-            return LossScaler(float(self.loss_scale), window=None)
+            return LossScaler(self.loss_scale, window=None)
         dynamic = self.precision == "float16"
         return (
             LossScaler(LossScaler.START, self.loss_scale_window)
@@ -122,7 +125,7 @@ class LossScaler:
     good_steps: int = 0  # since the scale last changed
 
     START = 2.0**16
-    HIGHEST = 2.0**24
+    HIGHEST = float(LOSS_SCALE.highest)
 
     def after_step(self, overflow):
         """Halve after an overflow (never below 1), double after `window` good steps (never above HIGHEST)."""

@@ -11,11 +11,13 @@ from zmpi.checkpoint import Keeper, Stopped, find, load
 from zmpi.cost.watch import watched
 from zmpi.data import Batches, described, load_text
 from zmpi.manners.guard import UsageError
-from zmpi.manners.model_flags import build_model, refuse_beyond_memory
+from zmpi.manners.model_flags import SIZES, build_model, one_target, refuse_beyond_memory, window_of
+from zmpi.manners.optimizer_flags import HYPERPARAMETERS, build_optimizer
 from zmpi.manners.options import Parser, named_as_flags
+from zmpi.manners.own import leave_defaults
 from zmpi.manners.report import RunLog, opening, summary
 from zmpi.manners.start import engine_of, start
-from zmpi.manners.train_flags import build_optimizer, check_outputs, refuse, train_flags
+from zmpi.manners.train_flags import check_outputs, refuse, train_flags
 from zmpi.precision import Policy
 from zmpi.saving import resume
 from zmpi.trace import Trace, check_kind, write_trace
@@ -50,16 +52,17 @@ def _run(args, world, argv, held):
         _take_settings(args, world, argv, manifest)
         if world.rank == 0:
             check_outputs(args)
-        text = load_text(args.data, args.context, args.vocab, world.rank, world.size)
+        model = build_model(args)
+        text = load_text(args.data, *window_of(model, args), world.rank, world.size)
         if manifest:
             resume.same_text(text, args, manifest)
-    zero = _engine(args, world)
+    zero = _engine(args, model, world)
     if manifest:
         load(zero, manifest.folder)
     if args.init_from:
         with world.agreed():
             resume.init_from(zero, args.init_from)
-    batches = Batches(text, world.rank, world.size, args.micro_batch, last_only=args.model == "mlp")
+    batches = Batches(text, world.rank, world.size, args.micro_batch, one_target(model))
     if args.checkpoint and not keeper:
         keeper = _fresh(args, world, held)
     with world.agreed():
@@ -78,21 +81,24 @@ def _run(args, world, argv, held):
 
 def _take_settings(args, world, argv, manifest):
     """What the command line leaves open comes from what the run goes on from."""
+    given = parser().given(argv)
+    leave_defaults(args, "model", SIZES, given)
+    leave_defaults(args, "optimizer", HYPERPARAMETERS, given)
     if manifest:
-        resume.take_settings(args, parser().given(argv), manifest, world.size)
+        resume.take_settings(args, given, manifest, world.size)
     elif args.init_from:
-        resume.take_sizes(args, parser().given(argv))
+        resume.take_sizes(args, given)
     world.reduction = args.reduction
 
 
-def _engine(args, world):
+def _engine(args, model, world):
     """The engine of the flags, with fresh weights."""
     with world.agreed():
         if args.precision != "float16" and args.loss_scale_window != Policy.loss_scale_window:
             raise ValueError(
                 f"--loss-scale-window: applies to --precision float16 only, not to {args.precision}"
             )
-        engine, model, optimizer = engine_of(args.comm), build_model(args), build_optimizer(args)
+        engine, optimizer = engine_of(args.comm), build_optimizer(args)
         refuse_beyond_memory(args, model, world, args.stage)
         with named_as_flags():
             policy = Policy(

@@ -6,32 +6,50 @@ from math import prod
 from models import GPT, MLP
 from models.layer import units
 from zmpi.manners.options import named_as_flags, whole
+from zmpi.manners.own import Place, call, load_class, own_or
 from zmpi.manners.table import in_bytes
 from zmpi.precision import RECIPES
 from zmpi.stages import STAGES, state_bytes
 
 SEEDS = 1 << 64
+MODELS = ("transformer", "mlp")
+SIZES = {"layers": 2, "width": 128, "heads": 4, "context": 64, "vocab": 256}
+WINDOW = ("context", "vocab")
+LAYER = ("name", "unit", "backward_needs_weights", "shapes", "init", "forward", "backward")
 
 
-def model_flags(group):
-    """Add the flags that choose the model."""
+def model_flags(group, own=True):
+    """Add the flags that choose the model; `own`: it may be a class of one's own."""
     add = group.add_argument
+    names = (
+        {"type": own_or(*MODELS), "metavar": "|".join([*MODELS, "FILE:CLASS"])}
+        if own
+        else {"choices": MODELS}
+    )
+    kinds = "transformer (GPT-2) or mlp (a multilayer perceptron)"
     add(
         "--model",
-        choices=("transformer", "mlp"),
+        **names,
         default="transformer",
-        help="GPT-2, or a multilayer perceptron",
+        help=f"{kinds}, or FILE:CLASS, your own" if own else kinds,
     )
-    add("--layers", type=whole(1), default=2, help="transformer blocks, or hidden layers")
-    add("--width", type=whole(1), default=128, help="channels")
-    add("--heads", type=int, help="attention heads (default: 4; transformer only)")
-    add("--context", type=whole(1), default=64, help="tokens that a prediction sees at most")
-    add("--vocab", type=whole(1), default=256, help="number of different tokens")
+    sizes = {
+        "layers": "transformer blocks, or hidden layers",
+        "width": "channels",
+        "heads": "attention heads (default: 4; transformer only)",
+        "context": "tokens that a prediction sees at most",
+        "vocab": "number of different tokens",
+    }
+    for name, what in sizes.items():
+        default = None if name == "heads" else SIZES[name]
+        add(f"--{name}", type=whole(1), default=default, help=what)
 
 
 def build_model(args, **changed):
     """The model of the flags, some of them `changed`. Raises ValueError, which names the flag, for what does not fit."""
     get = {**vars(args), **changed}.get
+    if isinstance(get("model"), Place):
+        return _own_model(get("model"), {name: get(name) for name in SIZES})
     sizes = get("width"), get("context"), get("vocab")
     if get("model") == "mlp" and get("heads") is not None:
         raise ValueError(f"--heads: {get('heads')} given, but --model mlp has no attention")
@@ -39,9 +57,39 @@ def build_model(args, **changed):
         if get("model") == "mlp":
             return MLP(get("layers"), *sizes)
         width, context, vocab = sizes
-        return GPT(
-            get("layers"), width, 4 if get("heads") is None else get("heads"), context, vocab
-        )
+        heads = SIZES["heads"] if get("heads") is None else get("heads")
+        return GPT(get("layers"), width, heads, context, vocab)
+
+
+def _own_model(place, sizes):
+    """A model of a class of one's own, which was called with the sizes that are not None."""
+    model = call("--model", place, load_class("--model", place), sizes, SIZES)
+    layers, loss = getattr(model, "layers", None), getattr(model, "loss", None)
+    if not isinstance(layers, (list, tuple)) or not layers or not callable(loss):
+        raise ValueError(f"--model: {place} needs `layers`, a list, and `loss`, a method")
+    for layer in layers:
+        missing = [name for name in LAYER if not hasattr(layer, name)]
+        if missing:
+            kind = type(layer).__name__
+            raise ValueError(
+                f"--model: {place}: layer {kind} has no {missing[0]}; make it a models.Layer"
+            )
+    try:
+        units(model)
+    except ValueError as error:
+        raise ValueError(f"--model: {place}: {error}") from None
+    return model
+
+
+def window_of(model, args):
+    """(context, vocab) of a model's data: its own, where it has them, or else those of the flags."""
+    sizes = {name: getattr(model, name, None) or getattr(args, name) for name in WINDOW}
+    return tuple(sizes[name] or SIZES[name] for name in WINDOW)
+
+
+def one_target(model):
+    """Whether a window has one target, its last token, instead of one at each position."""
+    return bool(getattr(model, "one_target", False))
 
 
 def refuse_beyond_memory(args, model, world, stage):
@@ -53,10 +101,12 @@ def refuse_beyond_memory(args, model, world, stage):
         prod(shape) for unit in units(model).values() for shape in unit.shapes.values()
     )
     state = state_bytes(STAGES[stage], parameters, world.size, RECIPES[args.precision])
-    tokens = args.micro_batch * (args.context + 1)
+    tokens = args.micro_batch * (window_of(model, args)[0] + 1)
     needed = {
         f"--width: the state of {parameters:,} parameters": sum(state.values()),
-        f"--micro-batch: a layer's input, {args.micro_batch} sequences,": 4 * tokens * model.width,
+        f"--micro-batch: a layer's input, {args.micro_batch} sequences,": 4
+        * tokens
+        * getattr(model, "width", 1),
         f"--accumulate: the tokens of {args.accumulate} x {args.micro_batch} sequences": 8
         * tokens
         * args.accumulate,

@@ -4,14 +4,12 @@ import argparse
 import os
 import sys
 from contextlib import contextmanager, suppress
-from math import inf, isfinite
 
 from zmpi import __version__
+from zmpi.domains import SIZES, Domain
 from zmpi.manners.guard import UsageError, one_line
 from zmpi.manners.launch import launched_rank
 from zmpi.saving.blocks import named
-
-SIZES = 1 << 31  # no number of a model's or a batch's is as large
 
 
 class Told(Exception):
@@ -68,12 +66,24 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 def whole(lowest, below=SIZES):
     """An argparse type: a whole number of at least `lowest`, and below a bound."""
-    return _number(int, "whole number", lowest, below=below)
+    return number(Domain(lowest, below=below, whole=True))
 
 
-def real(lowest, above=False):
-    """An argparse type: a finite number of at least (or above) `lowest`."""
-    return _number(float, "finite number", lowest, above)
+def real(lowest, above=False, **bounds):
+    """An argparse type: a finite number of at least (or above) `lowest`; `bounds` as in Domain."""
+    return number(Domain(lowest, above=above, **bounds))
+
+
+def number(domain):
+    """An argparse type: a number of a Domain."""
+
+    def convert(text):
+        try:
+            return domain.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
 
 
 def file_name(text):
@@ -83,28 +93,10 @@ def file_name(text):
     return text
 
 
-def auto_or_real(lowest):
-    """An argparse type: "auto", or a finite number of at least `lowest`."""
-    convert = real(lowest)
+def auto_or(domain):
+    """An argparse type: "auto", or a number of a Domain."""
+    convert = number(domain)
     return lambda text: text if text == "auto" else convert(text)
-
-
-def _number(kind, name, lowest, above=False, below=inf):
-    bound = f"{name} {'above' if above else 'of at least'} {lowest}"
-    limit = f" and below {below}" if below < inf else ""
-
-    def convert(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected a {bound}, got {text!r}") from None
-        if value >= below:
-            raise argparse.ArgumentTypeError(f"expected a {bound}{limit}, got {text}")
-        if not isfinite(value) or value < lowest or (above and value == lowest):
-            raise argparse.ArgumentTypeError(f"expected a {bound}, got {text}")
-        return value
-
-    return convert
 
 
 def check_files(outputs, others):

@@ -1,14 +1,11 @@
 """How a command that runs on all ranks begins: one command line, parsed by every rank and answered by one."""
 
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-
 from zmpi.comm import Communicator
 from zmpi.engine import ZeRO
 from zmpi.manners.guard import UsageError, one_line
 from zmpi.manners.launch import end_before_mpi
 from zmpi.manners.options import Told, forgiving_output, real
+from zmpi.manners.own import load_class
 from zmpi.world import MPI, World
 
 
@@ -64,24 +61,7 @@ def engine_of(place):
     """
     if place in (None, "zmpi"):
         return ZeRO
-    path, _, name = place.rpartition(":")
-    if not Path(path).is_file() or not name:
-        raise ValueError(
-            f"--comm: expected FILE:CLASS, got {place} ({path or 'FILE'} is not a file)"
-        )
-    spec = spec_from_file_location(f"comm_of_{Path(path).stem}", path)
-    if spec is None:
-        raise ValueError(f"--comm: {path} is not a Python file")
-    module = sys.modules[spec.name] = module_from_spec(spec)  # where dataclasses look for it
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"--comm: {path} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    found = getattr(module, name, None)
-    if isinstance(found, type) and issubclass(found, ZeRO):
+    found = load_class("--comm", place, (ZeRO, Communicator), "Communicator or ZeRO")
+    if issubclass(found, ZeRO):
         return found
-    if isinstance(found, type) and issubclass(found, Communicator):
-        return type(f"ZeROWith{name}", (ZeRO,), {"make_communicator": found})
-    raise ValueError(f"--comm: {path} has no class {name} that is a zmpi Communicator or ZeRO")
+    return type(f"ZeROWith{found.__name__}", (ZeRO,), {"make_communicator": found})

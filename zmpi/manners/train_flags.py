@@ -1,29 +1,23 @@
-"""The flags of zmpi.train, what contradicts what among them, and the optimizer that they name."""
-
-from dataclasses import fields
+"""The flags of zmpi.train, and what contradicts what among them."""
 
 from zmpi.data import EVALUATED
 from zmpi.manners.model_flags import SEEDS, model_flags
+from zmpi.manners.optimizer_flags import OPTIMIZERS, optimizer_flags
 from zmpi.manners.options import (
-    auto_or_real,
+    auto_or,
     check_files,
     file_name,
-    named_as_flags,
-    real,
     whole,
 )
 from zmpi.manners.start import world_flags
-from zmpi.optim import SGD, AdamW
-from zmpi.precision import RECIPES, Policy
-
-OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
+from zmpi.precision import LOSS_SCALE, RECIPES, Policy
 
 
 def train_flags(flags):
     """Add all flags to the command's parser, in groups."""
     model_flags(flags.add_argument_group("model"))
     _training_flags(flags.add_argument_group("training"))
-    _optimizer_flags(flags.add_argument_group("optimizer"))
+    optimizer_flags(flags.add_argument_group("optimizer"))
     run = flags.add_argument_group("how it is run")
     _state_flags(run)
     _step_flags(run)
@@ -51,36 +45,6 @@ def _training_flags(group):
     )
 
 
-def _optimizer_flags(group):
-    add = group.add_argument
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="update rule")
-    add("--lr", type=real(0), default=3e-3, help="learning rate after the warm-up")
-    add("--warmup", type=whole(0), default=20, help="steps over which the learning rate rises")
-    add(
-        "--schedule",
-        choices=("cosine", "constant"),
-        default="cosine",
-        help="course of the learning rate after that",
-    )
-    add(
-        "--decay-steps",
-        type=whole(1),
-        help="step at which cosine reaches a tenth of --lr (default: --steps)",
-    )
-    add("--clip", type=real(0), default=1.0, help="bound of the gradient's global norm (0: off)")
-    add("--weight-decay", type=real(0), help="decoupled, on matrices only (default: 0.1; sgd: 0)")
-    add("--beta1", type=real(0), help="decay of the first moment (default: 0.9; adamw only)")
-    add("--beta2", type=real(0), help="decay of the second moment (default: 0.95; adamw only)")
-    add(
-        "--eps",
-        type=real(0),
-        help="added to the root of the second moment (default: 1e-8; adamw only)",
-    )
-    add(
-        "--momentum", type=real(0), help="share of the last step's direction (default: 0; sgd only)"
-    )
-
-
 def _state_flags(group):
     add = group.add_argument
     add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage: what is sharded")
@@ -92,7 +56,7 @@ def _state_flags(group):
     )
     add(
         "--loss-scale",
-        type=auto_or_real(1),
+        type=auto_or(LOSS_SCALE),
         default="auto",
         help="auto, or a fixed number (float16 only)",
     )
@@ -163,6 +127,11 @@ def refuse(args):
     """Flags that contradict each other: never quietly ignored."""
     if args.schedule == "constant" and args.decay_steps is not None:
         raise ValueError("--decay-steps: --schedule constant has none")
+    both = args.decay_steps is not None and args.optimizer in OPTIMIZERS
+    if both and not args.resume and args.decay_steps <= args.warmup:
+        raise ValueError(
+            f"--decay-steps: expected more than --warmup {args.warmup}, got {args.decay_steps}"
+        )
     for name in ("save_every", "keep", "resume"):
         if getattr(args, name) and not args.checkpoint:
             raise ValueError(f"--{name.replace('_', '-')}: needs --checkpoint DIR")
@@ -178,24 +147,7 @@ def check_outputs(args):
         "--data": None if args.data == "builtin" else args.data,
         "--checkpoint": args.checkpoint,
     }
-    if args.comm and ":" in args.comm:
-        others["--comm"] = args.comm.rpartition(":")[0]
+    for name in ("comm", "model", "optimizer"):
+        if ":" in (getattr(args, name) or ""):
+            others[f"--{name}"] = getattr(args, name).rpartition(":")[0]
     check_files({"--log": args.log, "--trace": args.trace}, others)
-
-
-def build_optimizer(args):
-    """The optimizer of the flags. A flag of the other kind is an error."""
-    kind = OPTIMIZERS[args.optimizer]
-    own = {field.name for field in fields(kind)}
-    given = {
-        name: getattr(args, name) for name in ("weight_decay", "beta1", "beta2", "eps", "momentum")
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    foreign = [name for name in given if name not in own]
-    if foreign:
-        raise ValueError(
-            f"--{foreign[0].replace('_', '-')}: does not apply to --optimizer {args.optimizer}"
-        )
-    shared = {"lr": args.lr, "warmup": args.warmup, "schedule": args.schedule, "clip": args.clip}
-    with named_as_flags():
-        return kind(**shared, decay_steps=args.decay_steps or args.steps, **given)

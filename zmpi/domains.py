@@ -1,0 +1,74 @@
+"""The numbers that a setting may have: a bool is no number, and neither NaN nor infinity is in any domain."""
+
+from dataclasses import dataclass
+from math import inf, isfinite
+from numbers import Integral, Real
+
+import numpy as np
+
+SIZES = 1 << 31  # no number of a model's or a batch's is as large
+
+
+@dataclass(frozen=True)
+class Domain:
+    """All finite numbers from `lowest` to `highest` (or below `below`); `whole`: of these, the whole ones."""
+
+    lowest: float = 0
+    highest: float = inf
+    below: float = inf
+    whole: bool = False
+    above: bool = False  # whether `lowest` itself is left out
+    words: str = ""  # what errors say that was expected, if not these bounds
+
+    def of(self, name, value):
+        """The value as a Python int or float, whatever kind of number it is. Raises ValueError, which names the setting."""
+        if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
+            raise ValueError(f"{name}: expected {self}, got {value!r}")
+        try:
+            number = int(value) if self.whole else float(value)
+        except OverflowError:  # a whole number beyond every float
+            number = inf
+        if not self.has(number):
+            raise ValueError(f"{name}: expected {self.told(number)}, got {value}")
+        return number
+
+    def parse(self, text):
+        """The number that a text writes. Raises ValueError, in which the setting's name is left to the caller."""
+        try:
+            number = int(text) if self.whole else float(text)
+        except ValueError:
+            raise ValueError(f"expected {self}, got {text!r}") from None
+        if not self.has(number):
+            raise ValueError(f"expected {self.told(number)}, got {text}")
+        return number
+
+    def has(self, number):
+        """Whether the number is in the domain."""
+        finite = self.whole or isfinite(number)
+        low = number > self.lowest if self.above else number >= self.lowest
+        return finite and low and number <= self.highest and number < self.below
+
+    def told(self, number):
+        """The domain in words; its upper end is named where the number is beyond it."""
+        if self.words:
+            return self.words
+        if self.below <= number < inf:
+            return f"{self} and below {self.below}"
+        if self.highest < number < inf:
+            return f"{self} and at most {self.highest}"
+        return str(self)
+
+    def __str__(self):
+        if self.words:
+            return self.words
+        name = "whole number" if self.whole else "finite number"
+        if self.lowest == -inf:
+            return f"a {name}"
+        return f"a {name} {'above' if self.above else 'of at least'} {self.lowest}"
+
+
+def switch(name, value):
+    """The value as a bool. Raises ValueError, which names the setting, where it is none."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name}: expected True or False, got {value!r}")
+    return bool(value)

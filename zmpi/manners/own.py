@@ -1,0 +1,126 @@
+"""A class of your own, from a file of your own: the FILE:CLASS of --comm, --model and --optimizer."""
+
+import argparse
+import hashlib
+import inspect
+import sys
+import traceback
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+
+class Place(str):
+    """FILE:CLASS. Its file may lie elsewhere on each rank, with the same text in it."""
+
+    @property
+    def file(self):
+        return Path(self.rpartition(":")[0])
+
+    @property
+    def name(self):
+        return self.rpartition(":")[2]
+
+    def identity(self):
+        """What all ranks need to have in common: the class's name and the file's checksum (none: it cannot be read)."""
+        try:
+            digest = hashlib.sha256(self.file.read_bytes()).hexdigest()[:12]
+        except OSError:
+            digest = None
+        return f"{self.name} of a file of SHA-256 {digest}"
+
+
+def own_or(*names):
+    """An argparse type: one of the names, or a Place."""
+
+    def convert(text):
+        if text in names:
+            return text
+        if ":" not in text:
+            expected = ", ".join([*names, "FILE:CLASS"])
+            raise argparse.ArgumentTypeError(f"expected one of {expected}; got {text!r}")
+        return Place(text)
+
+    return convert
+
+
+def leave_defaults(args, flag, names, given):
+    """Where `flag` is a Place: of the flags `names`, those that were not `given` become None. The class has defaults too."""
+    if isinstance(getattr(args, flag), Place):
+        for name in set(names) - set(given):
+            setattr(args, name, None)
+
+
+def load_class(flag, place, kinds=(object,), what="class"):
+    """The class of a Place, a subclass of one of `kinds`. Raises ValueError, which names the flag, where there is none.
+
+    The file is imported once, however many flags name it.
+    """
+    place = Place(place)
+    if not place.file.is_file() or not place.name:
+        raise ValueError(
+            f"{flag}: expected FILE:CLASS, got {place} ({place.rpartition(':')[0] or 'FILE'} is not a file)"
+        )
+    module = _imported(flag, place.file)
+    found = getattr(module, place.name, None)
+    if not isinstance(found, type):
+        raise ValueError(f"{flag}: {place.file} has no class {place.name}")
+    if not issubclass(found, kinds):
+        raise ValueError(f"{flag}: {place.file}: class {place.name} is not a zmpi {what}")
+    return found
+
+
+def _imported(flag, file):
+    name = f"own {file.resolve()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = spec_from_file_location(name, file)
+    if spec is None:
+        raise ValueError(f"{flag}: {file} is not a Python file")
+    module = sys.modules[name] = module_from_spec(spec)  # where dataclasses look for it
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ValueError(f"{flag}: {file} cannot be imported: {_told(error)}") from error
+    return module
+
+
+def call(flag, place, found, given, defaults):
+    """found(**given), where `given` holds the flags that were given, by name (others are None).
+
+    A parameter that has no default of its own takes the flag's, from `defaults`. Raises ValueError in one line for what
+    the class does not accept.
+    """
+    parameters = inspect.signature(found).parameters.values()
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    values = {name: value for name, value in given.items() if value is not None}
+    for name in values:
+        if name not in named and not anything:
+            raise ValueError(f"--{name.replace('_', '-')}: not accepted by {flag} {place}")
+    for name, parameter in named.items():
+        if name not in values and parameter.default is parameter.empty:
+            if name not in defaults:
+                raise ValueError(f"{flag}: {place} needs {name}, which is not a flag")
+            values[name] = defaults[name]
+    try:
+        return found(**values)
+    except Exception as error:
+        name, colon, rest = str(error).partition(":")
+        if isinstance(error, ValueError) and colon and name in values:
+            raise ValueError(f"--{name.replace('_', '-')}:{rest} ({flag} {place})") from error
+        raise ValueError(f"{flag}: {place}: {_told(error)}") from error
+
+
+def accepts(found, name):
+    """Whether a class can be called with the parameter."""
+    parameters = inspect.signature(found).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _told(error):
+    """An exception in words, with the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in frames if f.filename != __file__ and "<frozen" not in f.filename]
+    where = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
