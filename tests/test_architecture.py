@@ -9,9 +9,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     0: """under_way cuda_aware domains stages layout schedule kernels memory sums transport
-          formats coding sampling manners.own manners.launch manners.clock manners.errors manners.hooks
+          formats sampling manners.own manners.launch manners.clock manners.errors manners.hooks
           manners.table saving.blocks cost.counted""",
-    1: """data device ledger precision optim manners.guard_messages manners.ending manners.machine saving.manifest saving.pretrained
+    1: """data coding device ledger precision optim manners.guard_messages manners.ending manners.machine saving.manifest saving.pretrained
           cost.bench_table""",
     2: "manners.guard manners.agree cost.paper",
     3: "world manners.options saving.folder cost.pictures",

@@ -8,12 +8,14 @@ from models import GPT, MLP
 from zmpi.checkpoint import find, load_weights
 from zmpi.coding import Bytes, Ids, Voice, Words
 from zmpi.engine import ZeRO
+from zmpi.manners.agree import same_on_all_ranks
 from zmpi.manners.model_flags import SEEDS
 from zmpi.manners.options import Parser, file_name, real, whole
 from zmpi.manners.start import start, world_flags
 from zmpi.optim import SGD
 from zmpi.precision import Policy
 from zmpi.sampling import generate
+from zmpi.saving.pretrained import END_OF_TEXT, PUBLISHED_VOCAB
 
 COMMAND = "zmpi.generate"
 
@@ -22,39 +24,21 @@ def parser():
     """All flags. The names are a contract."""
     flags = Parser(COMMAND, __doc__)
     add = flags.add_argument
-    add(
-        "--checkpoint",
-        type=file_name,
-        metavar="DIR",
-        required=True,
-        help="folder of checkpoints (takes the newest), or one",
-    )
-    add(
-        "--prompt",
-        metavar="TEXT",
-        help="text to go on from (default: none; one of the two prompts is needed)",
-    )
-    add(
-        "--prompt-ids",
-        metavar="N,N,...",
-        type=_ids,
-        help="tokens to go on from; tokens are printed (default: none)",
-    )
+    checkpoint = "folder of checkpoints (takes the newest), or one"
+    add("--checkpoint", type=file_name, metavar="DIR", required=True, help=checkpoint)
+    prompt = "text to continue (default: none; one of the two prompts is needed)"
+    add("--prompt", metavar="TEXT", help=prompt)
+    prompt = "tokens to continue; tokens are printed (default: none)"
+    add("--prompt-ids", metavar="N,N,...", type=_ids, help=prompt)
     tokenizer = "tokenizer.json that makes tokens of text (default: bytes, for byte models only)"
     add("--tokenizer", type=file_name, metavar="FILE", help=tokenizer)
-    add("--tokens", type=whole(1), default=100, help="tokens to generate")
-    add(
-        "--temperature",
-        type=real(0),
-        default=0.0,
-        help="0: always the likeliest token; 1: as the model predicts",
-    )
-    add(
-        "--top-k",
-        type=whole(0),
-        default=0,
-        help="draw from the k likeliest tokens only (0: from all)",
-    )
+    add("--tokens", type=whole(1), default=100, help="tokens to generate, at most")
+    stop = "token that ends the text: auto (the tokenizer's end of text), none, or its number"
+    add("--stop", type=_stop, default="auto", metavar="auto|none|N", help=stop)
+    temperature = "0: always the likeliest token; 1: as the model predicts"
+    add("--temperature", type=real(0), default=0.0, help=temperature)
+    top_k = "draw from the k likeliest tokens only (0: from all)"
+    add("--top-k", type=whole(0), default=0, help=top_k)
     add("--seed", type=whole(0, SEEDS), default=0, help="seed of the draws")
     world_flags(flags)
     return flags
@@ -71,6 +55,10 @@ def main(argv=None):
         coding = _coding(args, manifest)
         tokens = coding.encode(args)
         _refuse(tokens, model, args)
+        if args.stop != "auto":
+            coding.ends = () if args.stop == "none" else (args.stop,)
+    if args.tokenizer:  # a file on every node: its tokens must be the same
+        same_on_all_ranks(world, {"--tokenizer": str(tokens)})
     zero = ZeRO(
         model,
         world,
@@ -81,9 +69,10 @@ def main(argv=None):
     load_weights(zero, manifest)
     with world.agreed():
         voice = Voice(coding, tokens, silent=world.rank != 0)
-    for token in generate(zero, tokens, args, coding.limit, lambda: voice.closed):
+    for token in generate(zero, tokens, args, coding, lambda: voice.closed):
         voice.say(token)
-    voice.end()
+    with world.agreed():
+        voice.end()
 
 
 def _coding(args, manifest):
@@ -91,7 +80,7 @@ def _coding(args, manifest):
     if args.prompt_ids is not None:
         if args.tokenizer:
             raise ValueError("--tokenizer: --prompt-ids are tokens already; give one of the two")
-        return Ids()
+        return Ids((END_OF_TEXT,) if manifest["model"]["vocab"] == PUBLISHED_VOCAB else ())
     if args.tokenizer:
         return Words(args.tokenizer)
     of_bytes = (
@@ -109,6 +98,11 @@ def _coding(args, manifest):
 def _ids(text):
     """An argparse type: whole numbers with commas."""
     return [whole(0)(number) for number in text.split(",")]
+
+
+def _stop(text):
+    """An argparse type: "auto", "none", or a token."""
+    return text if text in ("auto", "none") else whole(0)(text)
 
 
 def _build(manifest):
@@ -131,10 +125,11 @@ def _refuse(tokens, model, args):
         raise ValueError(
             f"{name}: expected at least {least} token{'s' * (least > 1)}, got {len(tokens)}"
         )
-    if max(tokens) >= model.vocab:
-        raise ValueError(
-            f"{name}: token {max(tokens)} is not below the model's vocabulary of {model.vocab}"
-        )
+    for flag, token in {name: max(tokens), "--stop": args.stop}.items():
+        if isinstance(token, int) and token >= model.vocab:
+            raise ValueError(
+                f"{flag}: token {token} is not below the model's vocabulary of {model.vocab}"
+            )
 
 
 if __name__ == "__main__":

@@ -6,11 +6,14 @@ from models import GPT
 from models.cached import Cache
 
 
-def generate(zero, tokens, args, limit, closed):
+def generate(zero, tokens, args, coding, closed):
     """Yields args.tokens tokens, one by one and the same on every rank: rank 0's draws.
 
-    Tokens are drawn below `limit`. closed() on rank 0 ends the loop early, on all ranks.
+    Tokens are drawn from coding.ids (None: from all). One of coding.ends ends the loop early and is not yielded; so does
+    closed() on rank 0, on all ranks.
     """
+    ids = np.arange(zero.model.vocab) if coding.ids is None else coding.ids
+    ids = ids[ids < zero.model.vocab]
     tokens, cache, device = list(tokens), None, zero.world.device
     for position in range(args.tokens):
         if isinstance(zero.model, GPT) and cache and cache.length < zero.model.context:
@@ -22,9 +25,9 @@ def generate(zero, tokens, args, limit, closed):
                 if isinstance(zero.model, GPT)
                 else zero.forward(window)
             )
-        mine = draw(device.get(logits_BV)[0, :limit], args, position)
+        mine = ids[draw(device.get(logits_BV)[0, ids], args, position)]
         token, ended = zero.comm.gather_scalars([mine, closed()])[0]
-        if ended:
+        if ended or int(token) in coding.ends:
             return
         tokens.append(int(token))
         yield tokens[-1]
