@@ -127,7 +127,7 @@ def test_the_log_is_continued(saved, copy, tmp_path):
 def test_a_file_that_is_no_log_is_not_written_over(copy, tmp_path, text):
     (tmp_path / "notes").write_text(text)
     run = train(2, "--resume", "--steps", "6", "--checkpoint", copy, "--log", tmp_path / "notes")
-    refused(run, "notes is no log of zmpi.train")
+    refused(run, "notes exists and is not a log of zmpi.train")
     assert (tmp_path / "notes").read_text() == text
 
 

@@ -15,7 +15,7 @@ from small_models import spread
 from models import GPT, MLP, plain_weights, unit_of
 from zmpi.coding import Bytes, Growing, Ids, Voice, Words
 from zmpi.device import choose_device
-from zmpi.manners.options import Output
+from zmpi.manners.streams import Stream
 from zmpi.sampling import draw, generate
 
 
@@ -337,15 +337,9 @@ def test_a_token_that_cannot_be_decoded_ends_the_text_with_its_error(monkeypatch
 
 def test_a_closed_pipe_is_no_error(monkeypatch):
     """What cannot be printed any more ends the loop, on all ranks, and not with a traceback."""
-
-    class Closed:
-        def write(self, text):
-            raise BrokenPipeError
-
-        def flush(self):
-            pass
-
-    monkeypatch.setattr("sys.stdout", Output(Closed()))
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr("sys.stdout", Stream(os.fdopen(writer, "wb")))
     voice = Voice(Ids(), [1], silent=False)
     assert voice.closed
     voice.say(2)

@@ -190,10 +190,11 @@ def test_the_summary_sets_what_was_measured_beside_the_formula(logged):
 
 
 def test_a_skipped_step_is_logged_without_nan(tmp_path):
+    """A run whose steps were all skipped is an error: see test_no_training.py."""
     path = tmp_path / "log"
     flags = words("--precision float16 --steps 3 --loss-scale 16777216 --lr 0.01")
     ended = train(3, *MLP, *flags, "--log", path)
-    assert ended.status == 0, ended.output
+    assert ended.status == 1, ended.output
     _, steps, _ = log_of(path)
     assert [entry["skipped"] for entry in steps] == [1, 1, 1]
     assert [entry["optimizer_t"] for entry in steps] == [0, 0, 0]

@@ -2,21 +2,22 @@
 
 import json
 import sys
-from pathlib import Path
+from contextlib import ExitStack, closing
 from time import sleep
 
 from zmpi import __version__
 from zmpi.cost.bench_table import heading, stage_table, sweep_table
 from zmpi.cost.measure import Trial, measure_stage
+from zmpi.cost.page import open_page, write_report
 from zmpi.data import Batches, load_text
 from zmpi.manners.guard import UsageError
 from zmpi.manners.machine import machine
 from zmpi.manners.model_flags import SEEDS, build_model, model_flags, refuse_beyond_memory
 from zmpi.manners.options import Parser, check_files, file_name, named_as_flags, real, whole
+from zmpi.manners.output import Output
 from zmpi.manners.start import start, world_flags
 from zmpi.optim import AdamW
 from zmpi.precision import RECIPES, Policy
-from zmpi.saving.blocks import named
 
 COMMAND = "zmpi.bench"
 SIZES = ("depth", "width", "heads", "context", "vocab")
@@ -99,13 +100,19 @@ def _how(group):
 def main(argv=None):
     """Run the command; what is wrong with it ends all ranks with one line."""
     args, world = start(parser(), argv)
+    with ExitStack() as held:  # the files, given back however this ends
+        _run(args, world, held)
+
+
+def _run(args, world, held):
+    """From the flags to the files."""
     with world.agreed():
         stages = _stages(args.stages)
         points = _points(args, world)
         for point in points:
             refuse_beyond_memory(args, _trial(args, world, point).build(), world, min(stages))
         if world.rank == 0:
-            _check_outputs(args)
+            outputs = _open_outputs(args, held)
     reports = []
     for point in points:
         report = _bench(args, world, stages, point)
@@ -116,7 +123,7 @@ def main(argv=None):
         print(sweep_table(args.sweep, reports), flush=True)
     with world.agreed():
         if world.rank == 0:
-            _write(args, reports)
+            _write(args, reports, *outputs)
 
 
 def _stages(text):
@@ -207,30 +214,40 @@ def _first_ranks(world, ranks):
     return part if world.rank < ranks else None
 
 
-def _check_outputs(args):
-    """Raises ValueError, before anything is run, where a file could not be written."""
+def _open_outputs(args, held):
+    """The Outputs of --json and of the page of --report, or None. Raises ValueError for what cannot be written."""
     data = None if args.data == "builtin" else args.data
     check_files({"--json": args.json}, {"--data": data, "--report": args.report})
-    if args.report:
-        folder = Path(args.report)
-        if folder.is_file() or not folder.absolute().parent.is_dir():
-            fault = "a file" if folder.is_file() else f"its folder {folder.parent} is missing"
-            raise ValueError(f"--report: expected a directory, got {folder} ({fault})")
-        if not folder.exists():
-            with named(f"--report: {folder}"):
-                folder.mkdir()
-            folder.rmdir()
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise UsageError(
-                "--report: needs matplotlib, which is not installed (pip install 'zmpi[report]')"
-            ) from None
-
-
-def _write(args, reports):
-    """The files that were asked for."""
+    figures = page = None
     if args.json:
+        figures = Output("--json", args.json, _is_bench, "the JSON of a bench")
+        held.enter_context(closing(figures))
+    if args.report:
+        _require_matplotlib()
+        page = open_page(args.report, held)
+    return figures, page
+
+
+def _is_bench(head):
+    try:
+        found = json.loads(head)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and {"zmpi", "stages"} <= found.keys()
+
+
+def _require_matplotlib():
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            "--report: needs matplotlib, which is not installed (pip install 'zmpi[report]')"
+        ) from None
+
+
+def _write(args, reports, figures, page):
+    """The files that were asked for."""
+    if figures:
         plain = [
             {**report, "stages": [_without_lanes(row) for row in report["stages"]]}
             for report in reports
@@ -240,11 +257,9 @@ def _write(args, reports):
             if args.sweep
             else plain[0]
         )
-        Path(args.json).write_text(json.dumps(whole_report, allow_nan=False), encoding="utf-8")
-    if args.report:
-        from zmpi.cost.page import write_report
-
-        write_report(Path(args.report), args.sweep, reports)
+        figures.replace(json.dumps(whole_report, allow_nan=False))
+    if page:
+        write_report(page, args.sweep, reports)
 
 
 def _without_lanes(row):

@@ -178,7 +178,7 @@ class Voice:
     def _write(self, text):
         if not self._silent:
             print(text, end="", flush=True)
-            self.closed = sys.stdout.lost  # an Output, as in every command
+            self.closed = sys.stdout.lost  # a Stream, as in every command
 
 
 @contextmanager

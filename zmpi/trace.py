@@ -1,11 +1,13 @@
 """The timeline of the running engine, one lane per rank: as Chrome trace events (Perfetto opens them), or as lines of text."""
 
 import json
+import re
 from collections import deque
 from pathlib import Path
 from time import perf_counter
 
 from zmpi.cost.watch import Watch
+from zmpi.manners.output import Output
 from zmpi.manners.table import table
 
 STEPS = 100  # that a trace keeps, the last ones: a long run's trace must not grow with it
@@ -90,19 +92,23 @@ class Trace(Watch):
         return self.steps[-1][0]["step"] if self.steps else 0
 
 
-def check_kind(path):
-    """Raises ValueError for a trace's file of another kind than there is."""
-    if Path(path).suffix not in (".json", ".txt"):
+def open_trace(path):
+    """The Output of --trace. Raises ValueError for a file of another kind than a trace can have."""
+    kinds = {".json": r'{"traceEvents": ', ".txt": r"rank \d+  .* ms$"}  # as their first lines are
+    suffix = Path(path).suffix
+    if suffix not in kinds:
         raise ValueError(f"--trace: expected a file that ends in .json or .txt, got {path}")
+    own = re.compile(kinds[suffix].encode())
+    return Output("--trace", path, own.match, "a trace of zmpi.train")
 
 
-def write_trace(path, zero):
-    """Write what the engine's Trace holds; all ranks call it, rank 0 writes. Raises OSError (agreed on)."""
+def write_trace(output, zero):
+    """Write what the engine's Trace holds to an Output, on rank 0; all ranks call it. Raises UsageError on all."""
     lanes = aligned(zero.world, zero.ledger.events())
     with zero.world.agreed():
         if zero.world.rank == 0:
-            text = as_text(lanes) if Path(path).suffix == ".txt" else json.dumps(as_chrome(lanes))
-            Path(path).write_text(text, encoding="utf-8")
+            text = Path(output.path).suffix == ".txt"
+            output.replace(as_text(lanes) if text else json.dumps(as_chrome(lanes)))
 
 
 def aligned(world, events):

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import ExitStack, closing
+from math import isfinite
 from statistics import median
 from time import perf_counter
 
@@ -10,17 +11,19 @@ from tqdm import tqdm
 from zmpi.checkpoint import Keeper, Stopped, find, load
 from zmpi.cost.watch import watched
 from zmpi.data import Batches, described, load_text
-from zmpi.manners.guard import UsageError
+from zmpi.manners.guard import Agreed, UsageError
 from zmpi.manners.model_flags import SIZES, build_model, one_target, refuse_beyond_memory, window_of
 from zmpi.manners.optimizer_flags import HYPERPARAMETERS, build_optimizer
 from zmpi.manners.options import Parser, named_as_flags
 from zmpi.manners.own import leave_defaults
-from zmpi.manners.report import RunLog, opening, summary
+from zmpi.manners.progress import NothingTrained, Progress
+from zmpi.manners.report import opening, summary
+from zmpi.manners.run_log import LogLost, RunLog, open_log
 from zmpi.manners.start import engine_of, start
 from zmpi.manners.train_flags import check_outputs, refuse, train_flags
 from zmpi.precision import Policy
 from zmpi.saving import resume
-from zmpi.trace import Trace, check_kind, write_trace
+from zmpi.trace import Trace, open_trace, write_trace
 
 COMMAND = "zmpi.train"
 KEEP = 3  # checkpoints
@@ -47,15 +50,13 @@ def _run(args, world, argv, held):
     keeper = _keeper(args, world, held, make=False) if args.resume else None
     manifest = find(args.checkpoint, world) if args.resume else None
     with world.agreed():
-        if args.trace:
-            check_kind(args.trace)
         _take_settings(args, world, argv, manifest)
-        if world.rank == 0:
-            check_outputs(args)
         model = build_model(args)
         text = load_text(args.data, *window_of(model, args), world.rank, world.size)
         if manifest:
             resume.same_text(text, args, manifest)
+        _refuse_no_evaluation(args, text)
+        log, trace = _outputs(args, held) if world.rank == 0 else (None, None)
     zero = _engine(args, model, world)
     if manifest:
         load(zero, manifest.folder)
@@ -66,7 +67,7 @@ def _run(args, world, argv, held):
     if args.checkpoint and not keeper:
         keeper = _fresh(args, world, held)
     with world.agreed():
-        log = RunLog(args.log, zero, args, argv, described(text, args.data))
+        log = RunLog(log, zero, args, argv, described(text, args.data))
     _say(world, opening(zero, args, text))
     if manifest:
         saved = (
@@ -76,7 +77,21 @@ def _run(args, world, argv, held):
             world,
             f"resumed from {manifest.folder}: {zero.step} of {args.steps} steps are done ({saved})",
         )
-    _train(zero, batches, args, log, Saving(zero, keeper, args, text))
+    _train(zero, batches, args, (log, trace), Saving(zero, keeper, args, text))
+
+
+def _refuse_no_evaluation(args, text):
+    if args.eval_every and not text.evaluated:
+        tokens = len(text.train) + len(text.held_out)
+        raise ValueError(f"--eval-every: none of the {tokens} tokens of {args.data} are held out")
+
+
+def _outputs(args, held):
+    """The Outputs of --log and --trace, or None."""
+    check_outputs(args)
+    log = held.enter_context(closing(open_log(args.log))) if args.log else None
+    trace = held.enter_context(closing(open_trace(args.trace))) if args.trace else None
+    return log, trace
 
 
 def _take_settings(args, world, argv, manifest):
@@ -118,68 +133,84 @@ class Saving:
     def __init__(self, zero, keeper, args, text):
         self._zero, self._keeper, self._args, self._text = zero, keeper, args, text
         self._saved = zero.step if args.resume else None  # the step of the last checkpoint
+        self._updates = zero.updates  # in that
         if keeper:
             zero.world.guard.finish_on_signal()
 
     def step(self):
-        """Save if it is time."""
-        if self._args.save_every and self._zero.step % self._args.save_every == 0:
+        """Save if it is time, and if a step since the last checkpoint updated anything."""
+        due = self._args.save_every and self._zero.step % self._args.save_every == 0
+        if due and self._updates != self._zero.updates:
             self.now()
 
     def now(self):
         """Save, unless that is done."""
         if self._keeper and self._saved != self._zero.step:
-            saved = self._keeper.save(
-                self._zero, resume.describe_run(self._args, self._zero, self._text)
-            )
-            self._saved = self._zero.step
-            _say(self._zero.world, str(saved))
+            run = resume.describe_run(self._args, self._zero, self._text)
+            _say(self._zero.world, str(self._keeper.save(self._zero, run)))
+            self._saved, self._updates = self._zero.step, self._zero.updates
 
 
-def _train(zero, batches, args, log, saving):
+def _train(zero, batches, args, outputs, saving):
     """The steps, the evaluations, the checkpoints and the summary."""
+    world, (log, trace) = zero.world, outputs
     if zero.step == args.steps:
         return _say(
-            zero.world, f"all {args.steps} steps are done: nothing to train (--steps is the total)"
+            world, f"all {args.steps} steps are done: nothing to train (--steps is the total)"
         )
     try:
-        seconds = _steps(zero, batches, args, log, saving)
+        seconds, fault = _steps(zero, batches, args, log, saving)
+        log.end(fault or "finished")
+        log.settle()
     except Stopped as stop:
         saving.now()
-        _say(
-            zero.world, f"{stop} after step {zero.step} of {args.steps}; --resume goes on from here"
-        )
+        log.end(str(stop))
+        _say(world, f"{stop} after step {zero.step} of {args.steps}; --resume goes on from here")
         sys.exit(stop.status)
-    saving.now()
+    except LogLost as lost:
+        _save_without_log(lost, saving)
+        raise
+    except Agreed as error:
+        log.end(str(error))
+        raise
+    if not fault:
+        saving.now()
+    # below the bar, which another stream may still be drawing
+    _say(world, "\n" + summary(zero, log, median(seconds)))
     if args.trace:
-        write_trace(args.trace, zero)
-    _say(
-        zero.world, "\n" + summary(zero, log, median(seconds))
-    )  # below the bar, which another stream may still be drawing
+        write_trace(trace, zero)
+    if fault:
+        raise NothingTrained(fault)
+
+
+def _save_without_log(lost, saving):
+    try:
+        saving.now()
+    except UsageError as error:
+        raise LogLost(f"{lost}; {error}") from None
 
 
 def _steps(zero, batches, args, log, saving):
-    """The remaining steps; returns the seconds that each took."""
-    seconds, held_out = [], batches.held_out()
-    bar = {
-        "desc": "train",
-        "unit": "step",
-        "mininterval": 1,
-        "ncols": 100,
-        "disable": zero.world.rank != 0,
-    }
-    zero.world.guard.line_start = "\n"  # a last word gets a line of its own, below the bar
-    for _ in tqdm(range(zero.step, args.steps), initial=zero.step, total=args.steps, **bar):
+    """The remaining steps; returns the seconds that each took, and why they trained nothing, or None."""
+    world, seconds, held_out, progress = zero.world, [], batches.held_out(), Progress(zero)
+    bar = {"desc": "train", "unit": "step", "mininterval": 1, "ncols": 100}
+    bar |= {"initial": zero.step, "total": args.steps, "disable": world.rank != 0}
+    world.guard.line_start = "\n"  # a last word gets a line of its own, below the bar
+    for _ in tqdm(range(zero.step, args.steps), **bar):
         began = perf_counter()
         zero.train_step(batches.of_step(args.seed, zero.step + 1, args.accumulate))
         seconds.append(perf_counter() - began)
         log.step(seconds[-1])
+        _warn(world, progress.step())
         due = zero.step == args.steps or (args.eval_every and zero.step % args.eval_every == 0)
         if held_out and due:
-            log.evaluation(zero.evaluate(held_out), batches.held_out_tokens)
+            loss = zero.evaluate(held_out)
+            log.evaluation(loss, batches.held_out_tokens)
+            if not isfinite(loss):
+                _warn(world, f"step {zero.step}: the validation loss is {loss}")
         saving.step()
-    zero.world.guard.line_start = ""
-    return seconds
+    world.guard.line_start = ""
+    return seconds, progress.fault()
 
 
 def _keeper(args, world, held, make):
@@ -201,6 +232,12 @@ def _say(world, text):
     if world.rank == 0:
         tqdm.write(text)
         sys.stdout.flush()
+
+
+def _warn(world, text):
+    """A line on stderr, if there is a text."""
+    if text and world.rank == 0:
+        tqdm.write(f"{world.guard.program}: warning: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":

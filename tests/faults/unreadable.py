@@ -12,6 +12,6 @@ if MPI.COMM_WORLD.rank == 1:
     def unreadable(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    zmpi.data._mapped = unreadable
+    zmpi.data._opened = unreadable
 
 train.main(sys.argv[1:])

@@ -1,12 +1,19 @@
 """A bench's report as pictures and one HTML page that holds them, with the tables: nothing is loaded from elsewhere."""
 
+import re
 from base64 import b64encode
+from contextlib import closing, suppress
 from html import escape
 from io import BytesIO
+from pathlib import Path
 
 from zmpi.cost.bench_table import NOTES, heading, point_of, stage_rows, sweep_table
+from zmpi.manners.output import Output
 from zmpi.manners.table import seconds
+from zmpi.saving.blocks import named
 
+START = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>zmpi bench</title>"""
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.6em; } h2 { margin-top: 2em; border-bottom: 1px solid #ccc; }
@@ -19,11 +26,36 @@ tr.below td:first-child { padding-left: 2.5em; color: #555; } .scroll { overflow
 """
 
 
-def write_report(folder, axis, reports):
-    """Write the pictures (PNG) and index.html into `folder`, which is made where it is missing."""
+def open_page(folder, held):
+    """The Output of a report's index.html, closed by `held`; the folder is made if it is missing.
+
+    Raises ValueError for a folder that cannot be written, or that holds a page or pictures of someone else's.
+    """
+    folder = Path(folder)
+    if folder.is_file() or not folder.absolute().parent.is_dir():
+        fault = "a file" if folder.is_file() else f"its folder {folder.parent} is missing"
+        raise ValueError(f"--report: expected a directory, got {folder} ({fault})")
+    if not folder.is_dir():
+        with named(f"--report: {folder}"):
+            folder.mkdir()
+        held.callback(_remove_if_empty, folder)
+    path = folder / "index.html"
+    if not path.exists() and any(folder.glob("*.png")):
+        raise ValueError(f"--report: {folder} holds pictures of another kind; choose another one")
+    own = re.compile(START.encode())
+    return held.enter_context(closing(Output("--report", path, own.match, "a bench's report")))
+
+
+def _remove_if_empty(folder):
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def write_report(page, axis, reports):
+    """Write index.html to its Output, and the pictures (PNG) next to it."""
     from zmpi.cost.pictures import pictures, sweep_picture
 
-    folder.mkdir(exist_ok=True)
+    folder = Path(page.path).parent
     parts = []
     if axis:
         caption = f"How cost grows over {axis}."
@@ -44,9 +76,9 @@ def write_report(folder, axis, reports):
         ]
         parts += [_stages(report), f"<p>{escape(NOTES)}</p>", _units(report)]
     body = "\n".join(parts)
-    page = f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>zmpi bench</title><style>{STYLE}</style></head>\n'
-    page += f"<body><h1>What each ZeRO stage costs here</h1>\n{body}\n</body></html>\n"
-    (folder / "index.html").write_text(page, encoding="utf-8")
+    text = f"{START}<style>{STYLE}</style></head>\n"
+    text += f"<body><h1>What each ZeRO stage costs here</h1>\n{body}\n</body></html>\n"
+    page.replace(text)
 
 
 def _figure(folder, name, caption, figure):
@@ -56,7 +88,9 @@ def _figure(folder, name, caption, figure):
     data = BytesIO()
     figure.savefig(data, dpi=150)
     plt.close(figure)
-    (folder / f"{name}.png").write_bytes(data.getvalue())
+    path = folder / f"{name}.png"
+    with named(f"--report: {path}"):
+        path.write_bytes(data.getvalue())
     source = b64encode(data.getvalue()).decode("ascii")
     return f'<figure><img alt="{name}" src="data:image/png;base64,{source}"><figcaption>{escape(caption)}</figcaption></figure>'
 

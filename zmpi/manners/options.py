@@ -3,13 +3,13 @@
 import argparse
 import os
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from zmpi import __version__
 from zmpi.domains import SIZES, Domain
 from zmpi.manners.guard import UsageError, one_line
 from zmpi.manners.launch import launched_rank
-from zmpi.saving.blocks import named
+from zmpi.manners.streams import forgiving_output
 
 
 class Told(Exception):
@@ -100,9 +100,9 @@ def auto_or(domain):
 
 
 def check_files(outputs, others):
-    """Raise ValueError where a file of {flag: path} cannot be written, or is what another flag names too.
+    """Raise ValueError where a file of {flag: path} has no folder, or is what another flag specifies too.
 
-    Nothing is changed by looking. `others` are the paths of flags that are read, or that are folders; None: not given.
+    Nothing is opened. `others` are the paths of flags that are read, or that are folders; None: not given.
     """
     flags = {}
     for flag, path in {**others, **outputs}.items():
@@ -114,57 +114,14 @@ def check_files(outputs, others):
                 raise ValueError(f"{flag}: {path} is what {other} names")
     for flag, path in outputs.items():
         if path is not None:
-            _check_file(flag, path)
+            _check_folder(flag, path)
 
 
-def _check_file(flag, path):
+def _check_folder(flag, path):
     folder = os.path.dirname(path) or "."
     if os.path.isdir(path) or not os.path.isdir(folder):
         fault = "is a directory" if os.path.isdir(path) else f"its folder {folder} is missing"
         raise ValueError(f"{flag}: expected a file, got {path} ({fault})")
-    if os.path.isfile(path) or not os.path.exists(path):  # a pipe would wait for its reader
-        new = not os.path.exists(path)
-        with named(f"{flag}: {path}"):
-            open(path, "ab").close()
-        if new:
-            os.unlink(path)
-
-
-class Output:
-    """A text stream that outlives its reader (`zmpi.plan | head -1`): what nobody can read any more is dropped."""
-
-    def __init__(self, stream):
-        self._stream = stream
-        self.lost = False  # whether the reader is gone
-
-    def write(self, text):
-        return self._try(self._stream.write, text)
-
-    def flush(self):
-        return self._try(self._stream.flush)
-
-    def _try(self, call, *text):
-        try:
-            return call(*text)
-        except BrokenPipeError:
-            self.lost = True
-            with suppress(OSError, AttributeError), open(os.devnull, "wb") as nowhere:
-                os.dup2(
-                    nowhere.fileno(), self._stream.fileno()
-                )  # what is still buffered goes there
-
-    def __getattr__(self, name):
-        return getattr(self._stream, name)
-
-
-def forgiving_output():
-    """What the terminal cannot show is shown as "?", and a reader that is gone ends no run."""
-    with suppress(AttributeError):  # a test's stream, or none at all
-        sys.stdout.reconfigure(errors="replace")
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if not isinstance(stream, Output):  # None: closed at the start (`>&-`)
-            setattr(sys, name, Output(stream or open(os.devnull, "w")))  # noqa: SIM115
 
 
 @contextmanager
@@ -185,10 +142,12 @@ def alone(command):
     """
     if launched_rank(os.environ):
         raise SystemExit(0)
-    forgiving_output()
+    forgiving_output(f"{command}: error")
     try:
         yield
         sys.stdout.flush()
+        if getattr(sys.stdout, "incomplete", False):
+            raise SystemExit(UsageError.status)
     except Told as told:
         print(told, end="", flush=True)
     except KeyboardInterrupt:

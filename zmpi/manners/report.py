@@ -1,123 +1,8 @@
-"""What a run says: its JSON log, its opening lines and its summary. Figures are of all ranks, and beside the formula."""
-
-import json
-import os
-import sys
-from math import isfinite
+"""What a run prints: its opening lines and its summary. Figures are of all ranks, next to the formula."""
 
 from zmpi import __version__
 from zmpi.ledger import OWNED
-from zmpi.saving.blocks import named
 from zmpi.stages import elements_moved, state_bytes
-
-BEGINNING = b'{"zmpi"'  # of every log
-MEMORY = (*OWNED, "full_peak", "work", "peak")
-
-
-class RunLog:
-    """The log file of a run (rank 0 writes; without a path nobody does), and the last entries for the summary.
-
-    With --resume a log that is there is continued. Raises ValueError where the file cannot be written, or is no log.
-    """
-
-    def __init__(self, path, zero, args, argv, data):
-        self.zero = zero
-        self.last = self.last_evaluation = None
-        self._file = None
-        if path is None or zero.world.rank != 0:
-            return
-        kept = _kept(path, zero.step) if args.resume else 0
-        with named(path):
-            self._file = open(path, "r+b" if kept else "wb")  # noqa: SIM115  (open for the whole run)
-        if kept:
-            self._file.seek(kept)
-            self._file.truncate()
-        else:
-            self._write(header(zero, args, sys.argv if argv is None else argv, data))
-
-    def step(self, seconds):
-        """Log the engine's last step, which took so many seconds here. Gathers every rank's memory; all ranks call it."""
-        zero, step = self.zero, self.zero.last
-        comm, memory = zero.ledger["comm"], zero.ledger["memory"]
-        everyone = zero.world.share(memory, "the log's entry")
-        self.last = {
-            "step": zero.step,
-            "loss": _number(step.loss),
-            "grad_norm": _number(step.grad_norm),
-            "lr": step.lr,
-            "tokens": step.tokens,
-            "step_s": seconds,
-            "tokens_per_s": step.tokens / seconds,
-            "optimizer_t": zero.updates,
-            "loss_scale": step.loss_scale,
-            "skipped": int(step.skipped),
-            "comm": comm,
-            "memory": {kind: [mine[kind] for mine in everyone] for kind in MEMORY},
-        }
-        self._write(self.last)
-
-    def evaluation(self, loss, tokens):
-        """Log a held-out loss over so many targets."""
-        self.last_evaluation = {
-            "step": self.zero.step,
-            "val_loss": _number(loss),
-            "val_tokens": tokens,
-        }
-        self._write(self.last_evaluation)
-
-    def _write(self, entry):
-        if self._file:
-            with named(self._file.name):
-                self._file.write(json.dumps(entry, allow_nan=False).encode() + b"\n")
-                self._file.flush()
-
-
-def _kept(path, step):
-    """Bytes at the start of a log that a run resumed after `step` continues: a killed run may have logged more steps."""
-    kept = 0
-    if os.path.isfile(path):
-        with open(path, "rb") as file:
-            if file.read(len(BEGINNING)) not in (b"", BEGINNING):
-                raise ValueError(
-                    f"--log: {path} is no log of zmpi.train: it is neither continued nor written over"
-                )
-            file.seek(0)
-            for line in file:
-                try:
-                    entry = json.loads(line)
-                except ValueError:
-                    break
-                if not line.endswith(b"\n") or entry.get("step", 0) > step:
-                    break
-                kept += len(line)
-    return kept
-
-
-def _number(value):
-    return value if isfinite(value) else None
-
-
-def header(zero, args, argv, data):
-    """The log's first line. `data`: what tells its text from another."""
-    layouts = [unit.layout for unit in zero.units.values()]
-    return {
-        "zmpi": __version__,
-        "argv": list(argv),
-        "size": zero.world.size,
-        "stage": zero.stage.number,
-        "parameters": sum(layout.elements for layout in layouts),
-        "unit_sizes": {layout.name: layout.elements for layout in layouts},
-        "padded_unit_sizes": {layout.name: layout.padded for layout in layouts},
-        "recipe": zero.policy.recipe.bytes_per_parameter(len(zero.optimizer.moments)),
-        "micro_batch": args.micro_batch,
-        "accumulate": args.accumulate,
-        "threads": zero.world.threads,
-        "device": zero.world.device.name,
-        "mpi": zero.world.library,
-        "transport": zero.world.transport,
-        "reduction": zero.comm.reduction,
-        "data": {"source": args.data, **data},
-    }
 
 
 def opening(zero, args, text):
@@ -161,9 +46,10 @@ def summary(zero, log, seconds):
     moved = elements_moved(
         zero.stage, zero.schedule, sizes, zero.last.micro_batches, zero.comm.ordered
     )
-    held_out = f"; validation {evaluation['val_loss']:.4f}" if evaluation else ""
+    held_out = f"; validation {_loss(evaluation['val_loss'])}" if evaluation else ""
     lines = [
-        f"loss    training {last['loss']:.4f} at step {last['step']}{held_out} (nat per token)",
+        f"loss    training {_loss(last['loss'])} at step {last['step']}{held_out} (nat per token)",
+        *_skipped(zero),
         f"speed   {last['tokens'] / seconds:,.0f} tokens/s (median step {seconds * 1e3:.1f} ms)",
         f"{'bytes per rank':24}{'formula':>16}{'measured, lowest and highest rank':>36}",
     ]
@@ -179,6 +65,17 @@ def summary(zero, log, seconds):
     for kind, expected in moved.items():
         lines.append(f"  {kind:22}{expected:>16,}{last['comm'][kind]['elements']:>36,}")
     return "\n".join(lines)
+
+
+def _loss(value):
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _skipped(zero):
+    """A line for a run whose steps may be skipped; it counts those before a resume too."""
+    if zero.policy.precision != "float16":
+        return []
+    return [f"skipped {zero.step - zero.updates} of {zero.step} steps (gradients overflowed)"]
 
 
 def _range(values):

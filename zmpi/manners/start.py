@@ -4,8 +4,9 @@ from zmpi.comm import Communicator
 from zmpi.engine import ZeRO
 from zmpi.manners.guard import UsageError, one_line
 from zmpi.manners.launch import end_before_mpi
-from zmpi.manners.options import Told, forgiving_output, real
+from zmpi.manners.options import Told, real
 from zmpi.manners.own import load_class
+from zmpi.manners.streams import forgiving_output
 from zmpi.world import MPI, World
 
 
@@ -29,7 +30,7 @@ def world_flags(group, timeout=300):
 
 def start(parser, argv):
     """(arguments, world) of the command. --help and --version are printed once and end it, and so does a wrong flag."""
-    forgiving_output()
+    forgiving_output(f"{parser.prog}: warning")
     _load_mpi(parser.prog)
     try:
         args = parser.parse_args(argv)

@@ -38,7 +38,7 @@ OPTIMIZER = (
     "eps",
     "momentum",
 )
-SCALING = ("loss_scale", "loss_scale_window")  # of a precision: they go with it
+SCALING = ("loss_scale", "loss_scale_window")  # free too, if the precision is the same
 
 
 def describe_run(args, zero, text):
@@ -71,7 +71,7 @@ def take_settings(args, given, manifest, size):
     saved = dict(manifest["run"]["flags"])
     if given.get("precision", saved["precision"]) != saved["precision"]:
         saved = {name: value for name, value in saved.items() if name not in SCALING}
-    _take(args, given, saved, (*FREE, "data"), manifest.folder)
+    _take(args, given, saved, (*FREE, *SCALING, "data"), manifest.folder)
     _fit_batch(args, given, manifest["run"]["data"]["global_batch"], size)
     if args.steps < manifest["step"]:
         raise ValueError(

@@ -1,0 +1,81 @@
+"""stdout and stderr of a command: they may be closed, on a full disk, or read by someone who leaves early.
+
+A run of hours does not end because nobody reads what it prints (`| head -1`, a terminal that is gone).
+"""
+
+import errno
+import io
+import os
+import sys
+
+
+class Stream(io.TextIOWrapper):
+    """A text stream that goes to the null device from its first failure on.
+
+    Where nobody reads it any more, nothing is said. Any other failure (a full disk) is one line on stderr, that begins with
+    `opening`, such as "zmpi.train: warning".
+    """
+
+    failure = opening = None  # the OSError, once there is one
+
+    @property
+    def lost(self):
+        """Whether what is written goes nowhere."""
+        return self.failure is not None
+
+    @property
+    def incomplete(self):
+        """Whether somebody may take what was written for the whole."""
+        return self.lost and self.failure.errno != errno.EPIPE
+
+    def write(self, text):
+        """As TextIOWrapper's."""
+        try:
+            return super().write(text)
+        except OSError as error:
+            self._go_on_without(error)
+            return len(text)
+
+    def flush(self):
+        """As TextIOWrapper's."""
+        try:
+            super().flush()
+        except OSError as error:
+            self._go_on_without(error)
+
+    def _go_on_without(self, error):
+        if self.lost:
+            return
+        self.failure = error
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.fileno())  # what is still buffered goes there too
+        os.close(null)
+        if self.incomplete and self.opening:
+            fault = f"stdout: {error.strerror}; the rest is not printed"
+            print(f"{self.opening}: {fault}", file=sys.stderr, flush=True)
+
+
+def forgiving_output(opening):
+    """Make stdout and stderr Streams; `opening` as Stream has it. A closed one (`>&-`) becomes the null device.
+
+    What the terminal's encoding lacks is shown as "?". Called before anything is opened: else the
+    first file, or a socket of MPI's, would be number 1, and be printed to.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+    sys.stdout = sys.__stdout__ = _forgiving(sys.stdout, 1, "replace")
+    if isinstance(sys.stdout, Stream):
+        sys.stdout.opening = opening
+    sys.stderr = sys.__stderr__ = _forgiving(sys.stderr, 2, "backslashreplace")  # Python's own
+
+
+def _forgiving(stream, number, errors):
+    if stream is None:
+        stream = open(number, "w", encoding="utf-8", closefd=False)  # noqa: SIM115  (for good)
+    if type(stream) is not io.TextIOWrapper:  # a Stream already, or a test's
+        return stream
+    settings = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+    return Stream(stream.detach(), stream.encoding, errors, **settings)
