@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import threading
+from contextlib import suppress
 
 from zmpi.manners.clock import rest
 from zmpi.manners.hooks import say
@@ -11,6 +12,7 @@ SETTLE = 0.5  # seconds in which ranks that find a fault together learn of each 
 ANSWER = 2.0  # seconds in which a living rank answers
 DRAIN = 0.1  # seconds left to the launcher to carry the last line out
 PATIENCE = 8.0  # seconds after which a rank dies without a word where it cannot end (its stderr is blocked, say)
+SHARED = "/dev/shm/mpich_shm_"  # how the names of MPICH's shared memory begin
 ABORT = 3.0  # seconds for MPI's abort, in which no other thread of Python may run
 
 
@@ -39,6 +41,7 @@ class Ending:
         if not self._first.acquire(blocking=False):
             return
         self._begun.set()
+        remove_shared_files()
         if not self._may_speak(line):
             return
         fault = line.partition(": ")[2]  # after the rank: another that found the same is not named
@@ -67,3 +70,15 @@ class Ending:
         self._begun.wait()
         rest(PATIENCE)
         os._exit(1)
+
+
+def remove_shared_files() -> None:
+    """Remove the names of MPICH's shared memory (2 to 4 MB in /dev/shm), which every rank of this node has mapped.
+
+    MPICH does so in MPI_Finalize only, which no run reaches that ends by MPI_Abort. The memory itself stays until the
+    last rank is gone. Linux; elsewhere nothing happens.
+    """
+    with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for path in {line.split(maxsplit=5)[-1].strip() for line in maps if SHARED in line}:
+            with suppress(OSError):  # another rank was first
+                os.unlink(path)
