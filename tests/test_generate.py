@@ -314,8 +314,8 @@ def test_an_end_of_text_ends_the_text(words):
 
 
 def test_a_token_that_cannot_be_decoded_ends_the_text_with_its_error(monkeypatch):
-    printed = io.StringIO()
-    monkeypatch.setattr("sys.stdout", Output(printed))
+    printed = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", Stream(printed, "utf-8"))
 
     class Failing(Ids):
         def add(self, token):
@@ -330,7 +330,7 @@ def test_a_token_that_cannot_be_decoded_ends_the_text_with_its_error(monkeypatch
     assert voice.closed
     with pytest.raises(ValueError, match="token 3"):
         voice.end()
-    assert printed.getvalue() == "1,2"
+    assert printed.getvalue() == b"1,2"
     with pytest.raises(ValueError, match="token 3"):
         Voice(Failing(), [3], silent=True)
 
