@@ -9,7 +9,7 @@ import pytest
 
 from zmpi.cost.page import START, open_page
 from zmpi.manners.output import Output
-from zmpi.manners.run_log import open_log
+from zmpi.manners.run_log import _kept, open_log
 from zmpi.trace import as_chrome, as_text, open_trace
 
 HEADER = b'{"zmpi": "0", "unit_sizes": {}}\n'
@@ -120,6 +120,25 @@ def test_a_line_that_does_not_fit_is_not_written_in_part(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     mine.close()
     assert (tmp_path / "log").read_bytes() == HEADER
+
+
+def test_a_log_is_continued_after_the_steps_that_the_checkpoint_has(tmp_path):
+    """Whatever a user wrote between them; not if it is the log of another model."""
+    first = {"unit_sizes": {"outer": 3}}
+    steps = [f'{{"step": {n}, "val_loss": null}}\n'.encode() for n in (1, 2, 3)]
+    lines = [b'{"zmpi": "0", "unit_sizes": {"outer": 3}}\n', steps[0], b"a note\n", *steps[1:]]
+    for log in (lines, lines[1:]):  # the second was rotated
+        (tmp_path / "log").write_bytes(b"".join(log) + b'{"step": 3, "va')
+        mine = output(tmp_path / "log")
+        for step, kept in ((2, log[:-1]), (3, log), (0, log[:1] if b"zmpi" in log[0] else [])):
+            assert _kept(mine, first, step) == len(b"".join(kept))
+        mine.close()
+    (tmp_path / "log").write_bytes(b"".join(lines))
+    mine = output(tmp_path / "log")
+    with pytest.raises(ValueError, match="is the log of another model"):
+        _kept(mine, {"unit_sizes": {"outer": 4}}, 2)
+    mine.close()
+    assert (tmp_path / "log").read_bytes() == b"".join(lines)
 
 
 def test_nothing_is_taken_back_of_a_pipe(tmp_path):
