@@ -27,7 +27,7 @@ SMALL = [
     "--micro-batch",
     "1",
 ]
-PATHS = ("--data", "--comm", "--log", "--checkpoint", "--init-from", "--trace")
+PATHS = ("--data", "--log", "--checkpoint", "--init-from", "--trace")
 FLAGS = {  # arguments (words, or a tuple where they are not divided by spaces) -> what the line must name
     "--heads 7 --width 64": "--heads: 7 does not divide width 64",
     "--heads 0": "--heads: expected a whole number of at least 1, got 0",
@@ -43,7 +43,7 @@ FLAGS = {  # arguments (words, or a tuple where they are not divided by spaces) 
     "--vocab 0": "--vocab:",
     "--stage 4": "--stage:",
     "--stage -1": "--stage:",
-    "--stage": "--stage: expected one argument",
+    "--stage --lr 3": "--stage: expected one argument",
     "--precision int8": "--precision:",
     "--micro-batch 0": "--micro-batch:",
     "--accumulate 0": "--accumulate:",
@@ -83,6 +83,8 @@ FLAGS = {  # arguments (words, or a tuple where they are not divided by spaces) 
     "--step 3": "--step: no such flag",
     "--colour": "--colour: no such flag",
     "--comm nowhere.py:Class": "--comm:",
+    ("--comm", ""): "--comm: expected one of zmpi, FILE:CLASS; got ''",
+    "--lr -1e-3": "--lr: expected one argument; a value that begins with - is written --lr=-1e-3",
     f"--seed {1 << 64}": "--seed: expected a whole number of at least 0 and below 18446744073709551616",
     f"--seed {10**400}": "--seed:",
     "--width 2147483648": "--width: expected a whole number of at least 1 and below 2147483648",

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+from zmpi.domains import Domain
+from zmpi.manners.agree import same_on_all_ranks
 from zmpi.manners.guard import Agreed, UsageError
 from zmpi.saving.blocks import BlockWriter
 from zmpi.saving.folder import Folder, newest
@@ -58,10 +60,10 @@ class Keeper:
     """
 
     def __init__(self, path, world, keep=3, make=True):
+        same_on_all_ranks(world, {"--keep": keep})
         self.world, self._folder = world, None
         with world.agreed():
-            if keep < 1:
-                raise ValueError(f"--keep: expected at least 1, got {keep}")
+            keep = Domain(1, whole=True).of("--keep", keep)
             if world.rank == 0:
                 self._folder = Folder(path, keep, make)
 

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
+from zmpi.domains import SIZES, Domain
 from zmpi.formats import LOOKED_AT, not_text, not_uint16, refuse_irregular
 from zmpi.saving.blocks import named
 
+COUNT = Domain(1, below=SIZES, whole=True)
 EVALUATED = 128  # held-out sequences of one evaluation, at most
 END = 1 << 20  # tokens at either end of a part whose bytes are in its checksum
 SPREAD, SAMPLE = 64, 1 << 16  # and that many samples of so many tokens, evenly spread over all
@@ -88,6 +90,9 @@ class Batches:
     micro_batch: int  # sequences
     last_only: bool  # whether a sequence's one target is its window's last token (MLP), or every next token (GPT)
 
+    def __post_init__(self):
+        COUNT.of("micro_batch", self.micro_batch)
+
     def of_step(self, seed, step, accumulate):
         """This rank's micro-batches of a training step: [(inputs, targets), ...]."""
         found = []
@@ -133,6 +138,7 @@ def load_text(source, context, vocab, rank=0, size=1):
     once, each rank looking through its share.
     """
     name = "--data" if source == "builtin" else f"--data: {source}"
+    context, vocab = COUNT.of("--context", context), COUNT.of("--vocab", vocab)
     tokens = _builtin() if source == "builtin" else _opened(Path(source))
     if len(tokens) <= context:
         raise ValueError(

@@ -32,6 +32,13 @@ class Domain:
             raise ValueError(f"{name}: expected {self.told(number)}, got {value}")
         return number
 
+    def fits(self, value):
+        """Whether `of` would take the value."""
+        try:
+            return self.of("", value) is not None
+        except ValueError:
+            return False
+
     def parse(self, text):
         """The number that a text writes. Raises ValueError, in which the setting's name is left to the caller."""
         try:

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from itertools import zip_longest
-from math import isfinite, sqrt
+from math import inf, isfinite, sqrt
 
 import numpy as np
 
 from models.layer import key_for, unit_of, units
 from zmpi import checkpoint
 from zmpi.comm import Communicator
+from zmpi.domains import Domain
 from zmpi.layout import Layout
 from zmpi.ledger import Ledger
 from zmpi.manners.agree import same_on_all_ranks
@@ -26,6 +27,9 @@ from zmpi.schedule import evaluation_schedule, training_schedule
 from zmpi.stages import STAGES
 from zmpi.sums import add_up
 from zmpi.unit import Rules, Unit
+
+STAGE = Domain(highest=len(STAGES) - 1, whole=True, words="0, 1, 2 or 3")
+SEED = Domain(-inf, whole=True)
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,7 @@ class ZeRO:
 
     def __init__(self, model, world, stage=3, optimizer=None, seed=0, policy=None):
         with world.agreed():
-            if stage not in range(len(STAGES)):
-                raise ValueError(f"--stage: expected 0, 1, 2 or 3; got {stage!r}")
+            stage, seed = STAGE.of("--stage", stage), SEED.of("--seed", seed)
             self.stage, self.policy = STAGES[stage], policy or Policy()
             reduction = world.reduction_for(self.policy.recipe)
         self.model, self.world, self.optimizer, self.seed = model, world, optimizer or AdamW(), seed
@@ -92,7 +95,8 @@ class ZeRO:
         self.schedule = self.make_schedule(model.layers, names)
         self.evaluation = evaluation_schedule(model.layers, names)
         asked = {"stage": stage, "seed": seed, "policy": self.policy, "optimizer": self.optimizer}
-        same_on_all_ranks(world, {**asked, "reduction": reduction, "model": specs})
+        asked |= {"reduction": reduction, "device": world.device.name, "transport": world.transport}
+        same_on_all_ranks(world, {**asked, "model": specs})
         world.settle()
         with world.agreed():  # that there is memory
             self.units = self._make_units(specs)

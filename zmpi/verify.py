@@ -13,7 +13,8 @@ import numpy as np
 
 from zmpi.layout import PIECES
 from zmpi.ledger import Ledger
-from zmpi.manners.options import Parser, file_name
+from zmpi.manners.options import Parser
+from zmpi.manners.own import own_or
 from zmpi.manners.start import engine_of, start, world_flags
 from zmpi.optim import SGD
 from zmpi.stages import STAGES, elements_moved, state_bytes
@@ -282,7 +283,7 @@ def main(argv=None):
     world_flags(flags)
     add(
         "--comm",
-        type=file_name,
+        type=own_or("zmpi"),
         metavar="FILE:CLASS",
         help="a Communicator or ZeRO of your own (default: zmpi, its own)",
     )

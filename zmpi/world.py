@@ -8,6 +8,7 @@ from copy import copy
 
 from zmpi.cuda_aware import choose_transport, cuda_awareness
 from zmpi.device import choose_device
+from zmpi.domains import Domain
 from zmpi.manners.agree import agreed
 from zmpi.manners.guard import arm
 from zmpi.manners.launch import lonely_launch, set_threads
@@ -25,6 +26,7 @@ class _Mpi:
 
 
 MPI = _Mpi()
+TIMEOUT = Domain(above=True)  # seconds
 
 
 class World:
@@ -41,9 +43,10 @@ class World:
         multiple = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.guard = arm(self.mpi, self.mpi.Abort, MPI.Is_finalized, multiple)
         self.guard.program = _program()
-        self.guard.meet(timeout)
+        self.guard.meet(timeout if TIMEOUT.fits(timeout) else 300)
         local_rank = self._rank_on_this_node()
         with self.agreed():
+            TIMEOUT.of("--timeout", timeout)
             lonely = lonely_launch(os.environ, self.size, self.library)
             if lonely:
                 raise ValueError(lonely)

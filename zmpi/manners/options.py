@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from contextlib import contextmanager
 
@@ -29,7 +30,7 @@ class Parser(argparse.ArgumentParser):
             version=f"zmpi {__version__}",
             help="print the version and end",
         )
-        self._said = ""
+        self._said, self._words = "", []
 
     def given(self, argv=None):
         """{name: value} of the flags that a command line sets, without those left at their defaults. Spends the parser."""
@@ -37,10 +38,25 @@ class Parser(argparse.ArgumentParser):
             action.default = argparse.SUPPRESS
         return vars(self.parse_args(argv))
 
+    def parse_args(self, args=None, namespace=None):
+        self._words = sys.argv[1:] if args is None else list(args)
+        return super().parse_args(args, namespace)
+
     def error(self, message):
+        flag, _, fault = message.removeprefix("argument ").partition(": ")
+        if fault == "expected one argument":
+            message += self._advice(flag)
         unknown = message.partition("unrecognized arguments: ")[2]
         first = unknown.split()[0] if unknown.strip() else repr(unknown)
         raise UsageError(f"{first}: no such flag" if unknown else message.removeprefix("argument "))
+
+    def _advice(self, flag):
+        """How to write a value that begins with "-", where a flag was followed by one; argparse takes it for a flag."""
+        for word, value in zip(self._words, self._words[1:], strict=False):
+            flags = ("--", *self._option_string_actions)
+            if word == flag and value.startswith("-") and value.partition("=")[0] not in flags:
+                return f"; a value that begins with - is written {shlex.quote(f'{flag}={value}')}"
+        return ""
 
     def _print_message(self, message, file=None):
         self._said += message
@@ -86,11 +102,15 @@ def number(domain):
     return convert
 
 
+class FileName(str):
+    """A path. Ranks may be given different ones, where each node has its own."""
+
+
 def file_name(text):
-    """An argparse type: a path. That of a variable which the shell does not know is empty, and an error."""
+    """An argparse type: a FileName. That of a variable which the shell does not know is empty, and an error."""
     if not text:
         raise argparse.ArgumentTypeError("expected a path, got ''")
-    return text
+    return FileName(text)
 
 
 def auto_or(domain):

@@ -2,12 +2,15 @@
 
 from zmpi.comm import Communicator
 from zmpi.engine import ZeRO
+from zmpi.manners.agree import same_on_all_ranks
 from zmpi.manners.guard import UsageError, one_line
 from zmpi.manners.launch import end_before_mpi
-from zmpi.manners.options import Told, real
-from zmpi.manners.own import load_class
+from zmpi.manners.options import FileName, Told, real
+from zmpi.manners.own import Place, load_class
 from zmpi.manners.streams import forgiving_output
 from zmpi.world import MPI, World
+
+WORLD = ("device", "transport", "reduction", "timeout")  # the flags that a World is made of
 
 
 def world_flags(group, timeout=300):
@@ -32,18 +35,34 @@ def start(parser, argv):
     """(arguments, world) of the command. --help and --version are printed once and end it, and so does a wrong flag."""
     forgiving_output(f"{parser.prog}: warning")
     _load_mpi(parser.prog)
+    fault = told = None
+    settings = {"device": "cpu"}
     try:
         args = parser.parse_args(argv)
-    except UsageError:
-        World(device="cpu")  # arms the process: rank 0 prints the error, all end with it
-        raise
-    except Told as told:
-        if World(device="cpu").rank == 0:
+        settings = {name: getattr(args, name) for name in WORLD if hasattr(args, name)}
+    except UsageError as error:
+        fault = error
+    except Told as text:
+        told = text
+    world = World(**settings)  # arms the process: rank 0 prints an error, all end with it
+    with world.agreed():
+        if fault:
+            raise ValueError(str(fault))
+    same_on_all_ranks(world, {"--help": "asked for" if told else "not asked for"})
+    if told:
+        if world.rank == 0:
             print(told, end="", flush=True)
-        raise SystemExit(0) from None
-    return args, World(
-        args.device, args.transport, getattr(args, "reduction", "auto"), args.timeout
-    )
+        raise SystemExit(0)
+    flags = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
+    same_on_all_ranks(world, {flag: _common(value) for flag, value in flags.items()})
+    return args, world
+
+
+def _common(value):
+    """What ranks need to have in common of a flag's value. Files may lie elsewhere on each node."""
+    if isinstance(value, Place):
+        return value.identity()
+    return "a path" if isinstance(value, FileName) else str(value)
 
 
 def _load_mpi(command):

@@ -9,6 +9,7 @@ from zmpi.manners.options import (
     file_name,
     whole,
 )
+from zmpi.manners.own import own_or
 from zmpi.manners.start import world_flags
 from zmpi.precision import LOSS_SCALE, RECIPES, Policy
 
@@ -79,7 +80,7 @@ def _step_flags(group):
     )
     add(
         "--comm",
-        type=file_name,
+        type=own_or("zmpi"),
         metavar="FILE:CLASS",
         help="a Communicator or ZeRO of your own (default: zmpi, its own)",
     )
