@@ -138,3 +138,25 @@ def test_train_writes_the_trace_it_was_asked_for(tmp_path):
         assert world.status == 2 and world.output.startswith(
             "zmpi.train: error: --trace: expected a file"
         ), world.output
+
+
+OVERFLOWING = """
+import sys
+from zmpi import bench
+from zmpi.precision import LossScaler
+LossScaler.START = 2.0 ** int(sys.argv[1])
+bench.main(sys.argv[2:])
+"""
+
+
+def test_steps_that_overflow_are_not_timed(tmp_path):
+    """In float16 they update nothing and gather less. A stage with no other steps is no row of figures."""
+    (tmp_path / "run.py").write_text(OVERFLOWING)
+    flags = [*TINY, "--precision", "float16", "--stages", "3", "--json", tmp_path / "x.json"]
+    rows = {}
+    for start in (20, 40):  # the scale is halved by each; the warm-up takes two
+        world = run_world(2, [tmp_path / "run.py", start, *flags], 100)
+        assert world.status == 0, world.output
+        (rows[start],) = json.loads((tmp_path / "x.json").read_text())["stages"]
+    assert rows[20]["skipped"] == 5 - len(rows[20]["all_step_s"]) in (1, 2, 3)
+    assert rows[40]["error"].startswith("all 5 timed steps were skipped: gradients overflow")

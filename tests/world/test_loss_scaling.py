@@ -9,6 +9,7 @@ from training import STAGES, Plain, adamw, copied, everything, gpt, mlp, share, 
 from models import Layer
 from zmpi import SGD, AdamW, Policy, ZeRO
 from zmpi.comm import Communicator
+from zmpi.manners import progress
 from zmpi.manners.guard import Agreed, UsageError
 
 stages = pytest.mark.parametrize("stage", STAGES)
@@ -93,6 +94,25 @@ def test_a_scale_that_is_too_high_comes_down_until_steps_succeed(comm, stage):
     assert skipped[0] and not skipped[-1]
     assert zero.updates == skipped.count(False)
     assert zero.last.loss_scale == 2.0 ** (24 - skipped.count(True))
+
+
+def test_all_ranks_give_up_together_if_one_overflows_again_and_again(comm, monkeypatch):
+    """The command's count of skipped steps: an overflow on one rank skips the step on all."""
+    monkeypatch.setattr(progress, "GIVE_UP", 3)
+    policy = Policy("float16", loss_scale=1024.0)
+    zero = Planted(gpt(), world_of("auto"), 3, adamw(), policy=policy)
+    counted, said = progress.Progress(zero), []
+    for step, planted in enumerate([None, np.inf, None, np.inf, np.nan, np.inf], start=1):
+        zero.comm.planted, zero.comm.victim = planted, comm.size - 1
+        zero.train_step(share(zero.model, step, zero.world, 1))
+        try:
+            counted.step()
+        except progress.NothingTrained as error:
+            said.append((step, str(error)))
+    texts = comm.allgather(said)
+    assert texts == [texts[0]] * comm.size and len(texts[0]) == 1
+    assert texts[0][0][0] == 6 and "step 6: the last 3 steps were skipped" in texts[0][0][1]
+    assert counted.fault() is None  # two steps were taken
 
 
 @stages

@@ -116,18 +116,24 @@ def _timed(trial, world, stage):
     for step in range(trial.warm_up + trial.steps):
         began = perf_counter()
         loss = trial.step(zero)
+        seconds = perf_counter() - began
+        if zero.last.skipped:  # float16: it updates nothing, gathers less and takes less time
+            continue
         if step >= trial.warm_up:
-            times.append(perf_counter() - began)
+            times.append(seconds)
             blocked.append(sum(kind["blocked_s"] for kind in zero.ledger["comm"].values()))
-        if (
-            not zero.last.skipped or step == 0
-        ):  # a step that is skipped (float16) updates and so gathers nothing
-            comm, units = zero.ledger["comm"], _by_unit(zero.ledger.moved)
+        comm, units = zero.ledger["comm"], _by_unit(zero.ledger.moved)
         memory |= Counter(zero.ledger["memory"])  # the highest of each
+    if not times:
+        raise Agreed(
+            f"all {trial.steps} timed steps were skipped: gradients overflow {trial.policy.precision};"
+            " its loss scale is still being lowered, so take more steps for --warm-up"
+        )
     step_s = median(times)
     return {
         "step_s": step_s,
         "all_step_s": times,
+        "skipped": trial.steps - len(times),
         "tokens_per_s": zero.last.tokens / step_s,
         "blocked_s": median(blocked),
         "blocked_share": everyone(world, sum(blocked) / sum(times)),
