@@ -1,6 +1,8 @@
 """Folders with a published GPT-2: what other tools wrote is read, what is no such model is refused by name."""
 
+import gzip
 import json
+import os
 import tracemalloc
 
 import ml_dtypes
@@ -11,7 +13,7 @@ from models import GPT, plain_weights, units
 from zmpi.export import export
 from zmpi.layout import Layout
 from zmpi.saving import pretrained
-from zmpi.saving.blocks import BLOCK, BlockWriter
+from zmpi.saving.blocks import BLOCK, BlockWriter, sampled_checksum
 from zmpi.saving.manifest import Manifest, unit_entry
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
@@ -142,9 +144,84 @@ def test_what_is_no_such_model_is_refused_by_name(tmp_path, folder):
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-5])
     refused("model.safetensors: ", folder)
     (folder / "model.safetensors").unlink()
-    refused("model.safetensors: No such file", folder)
+    refused(r"^--init-from: expected a file, got .*model.safetensors \(missing\)", folder)
     (folder / "config.json").write_text("{")
     refused("config.json: not the configuration of a GPT-2", folder)
+
+
+def test_files_of_another_kind_are_refused_by_what_they_are(tmp_path, folder):
+    """Pointers and archives in place of the files, weights in other files, pipes, and no folder at all."""
+
+    def refused(told, path=folder):
+        with pytest.raises(ValueError, match=told):
+            pretrained.sizes_in(path)
+            read(path)
+
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
+    good = (folder / "model.safetensors").read_bytes()
+    for content, told in {
+        pointer: "expected safetensors, got a Git LFS pointer",
+        gzip.compress(good): "expected safetensors, got gzip",
+        b"PK\x03\x04" + good: "expected safetensors, got zip",
+        good[:-5]: "model.safetensors: .*incomplete",
+        b"": "model.safetensors: .*header",
+    }.items():
+        (folder / "model.safetensors").write_bytes(content)
+        refused(told)
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    refused(r"^--init-from: expected a file, got .*model.safetensors \(a pipe\)")
+    (folder / "model.safetensors").unlink()
+    for other in ("pytorch_model.bin", "model.safetensors.index.json"):
+        (folder / other).write_bytes(b"{}")
+        refused(f"expected all weights in this file, got {other}; save it again with")
+    for content, told in {pointer: "a Git LFS pointer", gzip.compress(b"{}"): "gzip"}.items():
+        (folder / "config.json").write_bytes(content)
+        refused(rf"config.json: not the configuration of a GPT-2 \({told}")
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    refused(r"^--init-from: expected a file, got .*config.json \(a pipe\)")
+    refused(r"expected a folder with .*, got .*config.json \(a file\)", folder / "config.json")
+    refused(r"expected a folder with .*, got .*gpt2-xl \(missing\)", tmp_path / "gpt2-xl")
+
+
+def test_a_configuration_is_read_in_any_unicode(folder):
+    text = (folder / "config.json").read_text()
+    for encoding in ("utf-8-sig", "utf-16", "utf-16-le"):
+        (folder / "config.json").write_text(text, encoding=encoding)
+        assert pretrained.sizes_in(folder) == SIZES
+    (folder / "config.json").write_text(json.dumps(pretrained.config_for(SIZES | {"layers": 0})))
+    with pytest.raises(ValueError, match=r"config.json: n_layer: expected at least 1, got 0"):
+        pretrained.sizes_in(folder)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(np.nan, "<f4"), (np.inf, "<f2"), (1e39, "<f8")])
+def test_weights_that_are_not_finite_are_named(tmp_path, number, kind):
+    """Trained on, they would end the first step with a loss that is not finite."""
+    tensors = weights()
+    tensors["h.1.ln_1.bias"] = tensors["h.1.ln_1.bias"].astype(kind)
+    tensors["h.1.ln_1.bias"][3] = number
+    with pytest.raises(
+        ValueError, match=r"h.1.ln_1.bias: expected finite float32 numbers, got \S+$"
+    ):
+        read(made(tmp_path / "gpt2", tensors))
+
+
+def test_a_sampled_checksum_tells_files_apart(tmp_path):
+    rng, path = np.random.default_rng(0), tmp_path / "file"
+    for length in (0, 1, 1000, 5 << 20):
+        content = bytearray(rng.bytes(length))
+        path.write_bytes(content)
+        before = sampled_checksum(path)
+        assert sampled_checksum(path) == before
+        path.write_bytes(content + b"\0")
+        assert sampled_checksum(path) != before
+        for place in {0, length // 2, length - 1} if length else ():
+            if length <= 1 << 22 or place in (0, length - 1):  # beyond, samples have gaps
+                changed = bytearray(content)
+                changed[place] ^= 1
+                path.write_bytes(changed)
+                assert sampled_checksum(path) != before
 
 
 def test_an_export_takes_one_parameter_and_one_block(tmp_path):

@@ -8,10 +8,13 @@ from saving import engine, state, steps
 from training import mlp, sgd, share
 
 from models import GPT
+from zmpi import ZeRO
 from zmpi.checkpoint import Keeper, Stopped, find
 from zmpi.manners.guard import UsageError
+from zmpi.saving import pretrained
 from zmpi.saving.folder import newest
 from zmpi.saving.manifest import Manifest
+from zmpi.saving.resume import init_from
 
 SIZES = (1, 3)
 
@@ -178,3 +181,22 @@ def test_a_signal_on_one_rank_stops_all_before_the_next_step(world, number, stat
     finally:
         world.guard.stop_requested = 0
     assert stopped.value.status == status and state(zero) == before
+
+
+@pytest.mark.sizes(3)
+def test_ranks_with_other_weights_to_start_from_are_refused(world, folder):
+    """Each rank fills its own shard: of two files it would be a third model. A node's copy may be an older one."""
+    zero = ZeRO(GPT(layers=1, width=6, heads=3, context=5, vocab=11), world, 3, sgd())
+    shapes = {n: s for unit in zero.units.values() for n, s in _full(unit.layout).items()}
+    sizes = {"layers": 1, "width": 6, "heads": 3, "context": 5, "vocab": 11}
+    mine = folder.with_name(f"{folder.name}-{world.rank}")
+    pretrained.write(mine, sizes, shapes, lambda name: np.full(shapes[name], world.rank == 2))
+    before = state(zero)
+    told = r"--init-from: checksum of model.safetensors: \d+ on rank 0, \d+ on rank 2"
+    with pytest.raises(UsageError, match=told):
+        init_from(zero, mine)
+    assert state(zero) == before
+
+
+def _full(layout):
+    return {layout.prefix + name: shape for name, shape in layout.shapes.items()}

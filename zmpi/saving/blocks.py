@@ -154,6 +154,17 @@ class BlockReader:
         return block
 
 
+def sampled_checksum(path, samples=64, length=1 << 16):
+    """The CRC-32 of a file's length and of samples, evenly spread: tells files apart without reading them as a whole."""
+    with named(path), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        checksum = zlib.crc32(str(size).encode())
+        for i in range(samples):
+            file.seek(max(0, size - length) * i // (samples - 1))
+            checksum = zlib.crc32(file.read(length), checksum)
+    return checksum
+
+
 def sync_folder(path):
     """Make sure that a folder's entries (new files, renames) are on disk."""
     with named(path):

@@ -5,12 +5,14 @@ head is wte itself and is not in the file. Format: https://huggingface.co/docs/s
 """
 
 import json
+import os
 from math import prod
 from operator import index
 from pathlib import Path
 
 import numpy as np
 
+from zmpi.formats import LOOKED_AT, container, refuse_irregular
 from zmpi.saving.blocks import named
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -32,6 +34,11 @@ COMPUTED = {
 }
 UNUSED = (".attn.bias", ".attn.masked_bias")  # masks that older files carry
 HEAD = "lm_head.weight"
+ELSEWHERE = {  # where other tools put weights: what to do about it
+    "model.safetensors.index.json": "save it again with max_shard_size='1000GB'",
+    "pytorch_model.bin": "save it again with safe_serialization=True",
+    "pytorch_model.bin.index.json": "save it again with safe_serialization=True",
+}
 KINDS = ("F64", "F32", "F16", "BF16")  # of safetensors
 ROWS = 1 << 20  # elements that are read at a time, about
 PUBLISHED_VOCAB, END_OF_TEXT = 50257, 50256
@@ -39,16 +46,18 @@ PUBLISHED_VOCAB, END_OF_TEXT = 50257, 50256
 
 def sizes_in(folder):
     """{"layers", "width", "heads", "context", "vocab"} of a folder. Raises ValueError where it holds no such GPT-2."""
-    path = Path(folder) / CONFIG
+    path = _file(folder, CONFIG)
     with named(path):
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes()
     try:
-        config = json.loads(text)
+        config = json.loads(text)  # UTF-8, -16 or -32, with or without its mark
         sizes = {ours: index(config[theirs]) for ours, theirs in SIZES.items()}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path}: not the configuration of a GPT-2 ({type(error).__name__}: {error})"
-        ) from None
+        fault = container(text) or f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: not the configuration of a GPT-2 ({fault})") from None
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{path}: {SIZES[name]}: expected at least 1, got {value}")
     expected = {**COMPUTED, "model_type": ("gpt2",), "n_inner": (None, 4 * sizes["width"])}
     for name, values in expected.items():
         if config.get(name, values[0]) not in values:
@@ -80,7 +89,7 @@ class Weights:
     """
 
     def __init__(self, folder, shapes):
-        self.path = Path(folder) / WEIGHTS
+        self.path = _file(folder, WEIGHTS)
         self._file = _open(self.path)
         prefix = "transformer." if "transformer.wte.weight" in self._file.keys() else ""  # noqa: SIM118  (not a dict)
         self._names = {name: prefix + name for name in shapes}
@@ -115,9 +124,16 @@ class Weights:
         self._file = None
 
     def fill(self, name, out):
-        """Assign a parameter to `out`, in its type, some rows at a time."""
+        """Assign a parameter to `out`, in its type, some rows at a time. Raises ValueError for numbers that are not finite."""
         for start, rows in self._rows(self._names[name]):
-            out[start : start + len(rows)] = rows
+            assigned = out[start : start + len(rows)]
+            with np.errstate(over="ignore"):  # float64 beyond float32
+                assigned[...] = rows
+            if not np.isfinite(assigned).all():
+                raise ValueError(
+                    f"{self.path}: {self._names[name]}: expected finite {out.dtype.name} numbers,"
+                    f" got {rows[~np.isfinite(assigned)][0]}"
+                )
 
     def _rows(self, stored):
         """(first row, rows) of a tensor, about ROWS elements at a time."""
@@ -175,6 +191,21 @@ def _tensors(shapes, tensor):
         yield np.ascontiguousarray(tensor(name), "<f4").data
 
 
+def _file(folder, name):
+    """The path of a folder's file. Raises ValueError where it is no file: before a pipe is opened, which would wait."""
+    if not os.path.isdir(folder):
+        found = "a file" if os.path.exists(folder) else "missing"
+        raise ValueError(
+            f"--init-from: expected a folder with {CONFIG} and {WEIGHTS}, got {folder} ({found})"
+        )
+    path = Path(folder) / name
+    for other, way in ELSEWHERE.items() if name == WEIGHTS and not path.exists() else ():
+        if (path.parent / other).exists():
+            raise ValueError(f"{path}: expected all weights in this file, got {other}; {way}")
+    refuse_irregular("--init-from", path)
+    return path
+
+
 def _open(path):
     """A safetensors file, opened. Raises ValueError for one that is missing or not whole, or without the package."""
     try:
@@ -187,4 +218,8 @@ def _open(path):
         try:
             return safe_open(path, framework="np")
         except SafetensorError as error:
-            raise ValueError(f"{path}: {error}") from None
+            with open(path, "rb") as file:
+                found = container(file.read(LOOKED_AT))
+            cut = found in (None, "safetensors")
+            fault = error if cut else f"expected safetensors, got {found}"
+            raise ValueError(f"{path}: {fault}") from None

@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from zmpi.data import described
+from zmpi.manners.agree import same_on_all_ranks
 from zmpi.saving import pretrained
+from zmpi.saving.blocks import sampled_checksum
 
 FREE = (
     "stage",
@@ -109,12 +111,16 @@ def take_sizes(args, given):
 
 
 def init_from(zero, folder):
-    """Put the weights of a folder in place of the engine's, unit by unit: no rank ever holds the whole model."""
+    """Put the weights of a folder in place of the engine's, unit by unit: no rank ever holds the whole model. Collective."""
     layouts = [unit.layout for unit in zero.units.values()]
     shapes = {
         layout.prefix + name: shape for layout in layouts for name, shape in layout.shapes.items()
     }
-    with pretrained.Weights(folder, shapes) as weights:
+    with zero.world.agreed():
+        weights = pretrained.Weights(folder, shapes)
+        checksum = sampled_checksum(weights.path)
+    same_on_all_ranks(zero.world, {f"--init-from: checksum of {pretrained.WEIGHTS}": checksum})
+    with zero.world.agreed(), weights:
         for unit in zero.units.values():
             full = zero.ledger.track("full", np.zeros(unit.layout.padded, np.float32))
             for name, view in unit.layout.views(full).items():
