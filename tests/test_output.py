@@ -108,6 +108,21 @@ def test_a_file_that_is_rotated_by_copy_and_truncate_begins_anew(tmp_path):
     assert (tmp_path / "log").read_bytes() == b"next\n"
 
 
+def test_a_file_that_may_only_be_appended_to_is_continued(tmp_path, monkeypatch):
+    """As after chattr +a: it may not be truncated, not even to its own length."""
+
+    def refused(*arguments):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    written(tmp_path / "log")
+    monkeypatch.setattr(os, "ftruncate", refused)
+    mine = output(tmp_path / "log")
+    mine.cut(len(HEADER))
+    mine.write(b"next\n")
+    mine.close()
+    assert (tmp_path / "log").read_bytes() == HEADER + b"next\n"
+
+
 def test_a_line_that_does_not_fit_is_not_written_in_part(tmp_path):
     mine = output(tmp_path / "log")
     mine.write(HEADER)

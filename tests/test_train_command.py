@@ -344,7 +344,7 @@ def test_a_text_of_one_window_trains(tmp_path):
     (tmp_path / "text").write_bytes(b"a" * 65)
     ended = train(4, *SMALL[:6], "--context", 64, "--data", tmp_path / "text", "--steps", 1)
     assert ended.status == 0, ended.output
-    assert "none held out" in ended.output
+    assert "65 tokens for training (only 1 different sequence), none held out" in ended.output
 
 
 # ---- threads (B18) ---------------------------------------------------------------------------------------------------

@@ -54,9 +54,9 @@ class Output:
 
     def cut(self, length):
         """Keep the first `length` bytes of a file; of a pipe or a device nothing is taken back."""
-        if self.regular:
+        if length < self.size():  # else a file that may only be appended to (chattr +a) is refused
             with self._named():
-                os.ftruncate(self._file, min(length, self.size()))
+                os.ftruncate(self._file, length)
 
     def write(self, data):
         """Append bytes. Where that fails, nothing of them is left in a file."""

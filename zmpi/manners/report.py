@@ -15,13 +15,16 @@ def opening(zero, args, text):
         if len(text.held_out)
         else "none held out (too short)"
     )
+    different = len(text.train) - text.context  # windows to draw a step's sequences from
+    few = different < args.micro_batch * args.accumulate * world.size
+    repeated = f" (only {different} different sequence{'s' * (different > 1)})" if few else ""
     plural = "s" if world.size > 1 else ""
     return (
         f"zmpi {__version__}: {args.model}, {parameters:,} parameters, stage {zero.stage.number} on {world.size} rank{plural},"
         f" {zero.policy.recipe.describe(len(zero.optimizer.moments))}\n"
         f"{_where(world)}, reduction {zero.comm.reduction},"
         f" {world.threads} thread(s) per rank, {world.library}\n"
-        f"data {args.data}: {len(text.train):,} tokens for training, {held_out}; a step is"
+        f"data {args.data}: {len(text.train):,} tokens for training{repeated}, {held_out}; a step is"
         f" {args.micro_batch} x {args.accumulate} x {world.size} sequences (micro-batch x accumulate x ranks)"
     )
 
