@@ -225,6 +225,11 @@ def main():
     flags.add_argument("--json", metavar="FILE", help="all numbers")
     flags.add_argument("--picture", metavar="FILE", help="bars, as .png or .svg (needs matplotlib)")
     args = flags.parse_args()
+    if args.picture and importlib.util.find_spec("matplotlib") is None:
+        flags.error("--picture: needs matplotlib, which is not installed (pip install matplotlib)")
+    for flag, path in (("--json", args.json), ("--picture", args.picture)):
+        if path and not Path(path).absolute().parent.is_dir():
+            flags.error(f"{flag}: {path}: its folder is missing")
     end_in_order()
     rows, lines = measure(args)
     table = text(rows, lines, args)

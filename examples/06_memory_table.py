@@ -1,7 +1,10 @@
 """The paper's memory table for your model: bytes of training state per rank at each stage, and what one step moves.
 
-Run:        python examples/06_memory_table.py [layers width heads context vocab]
+Run:        python examples/06_memory_table.py
 Last line:  06 ok: for 7.5B parameters on 64 ranks it is 120, 31.4, 16.6 and 1.9 GB, as in the paper's Figure 1
+
+Yours: five numbers after the file's name are layers, width, heads, context and vocabulary. GPT-2 XL:
+            python examples/06_memory_table.py 48 1600 25 1024 50257
 """
 
 import sys
@@ -11,10 +14,10 @@ from models import GPT, units
 from zmpi.precision import RECIPES
 from zmpi.stages import STAGES, state_bytes
 
-layers, width, heads, context, vocab = (
-    map(int, sys.argv[1:6]) if len(sys.argv) > 5 else (12, 768, 12, 1024, 50257)
-)
-model = GPT(layers, width, heads, context, vocab)
+sizes = [int(size) for size in sys.argv[1:]] or [12, 768, 12, 1024, 50257]
+if len(sizes) != 5:
+    raise SystemExit(f"expected layers, width, heads, context and vocabulary, got {sizes}")
+model = GPT(*sizes)
 parameters = sum(prod(shape) for spec in units(model).values() for shape in spec.shapes.values())
 
 for name in ("float16", "float32"):

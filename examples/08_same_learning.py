@@ -1,10 +1,14 @@
 """ZeRO does not change learning: the losses of all four stages, drawn over each other, and their difference.
 
-Run:        mpirun -n 4 python examples/08_same_learning.py [picture.png]
+Run:        mpirun -n 4 python examples/08_same_learning.py
 Last line:  08 ok: 40 losses at 4 stages, and not one bit of difference
+
+As a picture too (needs matplotlib):
+            mpirun -n 4 python examples/08_same_learning.py picture.png
 """
 
 import sys
+from importlib.util import find_spec
 
 from models import GPT
 from zmpi import AdamW, World, ZeRO
@@ -12,6 +16,15 @@ from zmpi.data import Batches, load_text
 
 STEPS, CONTEXT = 40, 32
 world = World(device="cpu")
+picture = sys.argv[1] if len(sys.argv) > 1 else None
+with world.agreed():  # an empty picture, so that what is wrong with it shows before four trainings
+    if picture and not find_spec("matplotlib"):
+        raise ValueError("a picture needs matplotlib: pip install matplotlib")
+    if picture and world.rank == 0:
+        from matplotlib.figure import Figure
+
+        figure = Figure()
+        figure.savefig(picture)
 batches = Batches(
     load_text("builtin", CONTEXT, 256), world.rank, world.size, micro_batch=4, last_only=False
 )
@@ -34,15 +47,13 @@ if world.rank == 0:
             + "".join("*" if place in places else " " for place in range(51))
             + f" {losses[0][step]:.4f}"
         )
-    if len(sys.argv) > 1:
-        import matplotlib.pyplot as plt
-
+    if picture:
+        axes = figure.subplots()
         for stage, line in enumerate(losses):
-            plt.plot(range(1, STEPS + 1), line, label=f"stage {stage}", linewidth=8 - 2 * stage)
-        plt.xlabel("step")
-        plt.ylabel("training loss (nat per byte)")
-        plt.legend()
-        plt.savefig(sys.argv[1], dpi=120)
+            axes.plot(range(1, STEPS + 1), line, label=f"stage {stage}", linewidth=8 - 2 * stage)
+        axes.set(xlabel="step", ylabel="training loss (nat per byte)")
+        axes.legend()
+        figure.savefig(picture, dpi=120)
 assert all(line == losses[0] for line in losses)
 if world.rank == 0:
     print(f"08 ok: {STEPS} losses at 4 stages, and not one bit of difference")

@@ -13,7 +13,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 def promise(path):
     """(number of ranks, arguments, last line) from an example's docstring."""
     text = path.read_text(encoding="utf-8")
-    command = re.search(r"^Run: +(.+)$", text, re.M)[1].split("[")[0]
+    command = re.search(r"^Run: +(.+)$", text, re.M)[1]
     ranks = re.search(r"-n (\d+)", command)
     return (
         int(ranks[1]) if ranks else 1,

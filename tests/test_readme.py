@@ -1,7 +1,11 @@
 """The README says what is so: its line counts, its two commands, and the files that it names."""
 
+import os
 import re
+import subprocess
+import sys
 
+import pytest
 from mpirun import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -25,3 +29,21 @@ def test_every_file_that_it_names_exists():
         r"`(?:python )?((?:zmpi|models|tests|examples|docs)/[\w/]+\.(?:py|md))", README
     )
     assert named and [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_a_script_next_to_a_checkout_called_zmpi_finds_the_installed_package(tmp_path):
+    """To Python the checkout is a package without code, which would hide one that an import hook finds later."""
+    settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*words):
+        command = [sys.executable, *words]
+        return subprocess.run(
+            command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=60
+        )
+
+    if run("-c", "import zmpi").returncode:
+        pytest.skip("zmpi is not installed for this Python")
+    (tmp_path / "zmpi").mkdir()
+    (tmp_path / "script.py").write_text("from zmpi import World\nprint(World.__name__)\n")
+    ended = run("script.py")
+    assert ended.stdout == "World\n", f"{ended.stderr}\nafter pip install -e . again?"

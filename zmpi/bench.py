@@ -235,7 +235,7 @@ def _require_matplotlib():
         import matplotlib  # noqa: F401
     except ImportError:
         raise UsageError(
-            "--report: needs matplotlib, which is not installed (pip install 'zmpi[report]')"
+            "--report: needs matplotlib, which is not installed (pip install matplotlib)"
         ) from None
 
 
