@@ -344,7 +344,10 @@ def run_python(code):
 
 
 def test_the_round_trip_through_an_export_is_exact(saved, tmp_path):
-    """B12: trained at stage 3, exported without MPI, started from at another stage and size: the same weights."""
+    """B12: trained at stage 3, exported without MPI, started from at another stage and size: the same weights.
+
+    A rate of 1e-60 is 0 in float32.
+    """
     done = export(saved, tmp_path / "gpt2")
     assert done.returncode == 0 and "exported step 4" in done.stdout, done.stderr
     run = train(
@@ -354,7 +357,7 @@ def test_the_round_trip_through_an_export_is_exact(saved, tmp_path):
         "--steps",
         "1",
         "--lr",
-        "0",
+        "1e-60",
         "--stage",
         "1",
         *arguments(tmp_path / "dir"),
@@ -409,6 +412,10 @@ def test_any_number_of_ranks_writes_the_same_text(saved, drawn):
             generate(size, saved, "--prompt-ids", "84,104,101", "--tokens", "30", *drawn).output
             == alone.output
         )
+    end = ids[9]
+    stopped = generate(2, saved, "--prompt-ids", "84,104,101", "--stop", str(end), *drawn)
+    assert stopped.status == 0
+    assert stopped.output == ",".join(map(str, ids[: ids.index(end, 3)])) + "\n"
     text = generate(1, saved, "--prompt", "The", "--tokens", "30", *drawn)
     assert text.status == 0 and text.output == bytes(ids).decode(errors="replace") + "\n"
 
@@ -427,4 +434,14 @@ def test_what_cannot_be_written_is_refused(saved, tmp_path):
         "--tokenizer:",
         "none.json",
     )
+    refused(generate(2, saved, "--prompt-ids", "1", "--stop", "256"), "--stop: token 256 is not")
     refused(generate(2, tmp_path, "--prompt", "a"), "no complete checkpoint in it")
+
+
+def test_a_tokenizer_that_panics_is_one_line_on_all_ranks(saved, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="?"))
+    made.normalizer = tokenizers.normalizers.Replace(tokenizers.Regex("(a+)+$"), "")
+    made.save(str(tmp_path / "tokenizer.json"))
+    flags = "--tokenizer", tmp_path / "tokenizer.json", "--prompt", "a" * 40 + "!"
+    refused(generate(3, saved, *flags), "tokenizer.json cannot encode the prompt: ")

@@ -97,6 +97,7 @@ class Words:
     def encode(self, args):
         """The prompt's tokens. What the tokenizer puts behind every text (its end, a separator) is left out."""
         with _failing_in_one_line(f"--tokenizer: {self._path} cannot encode the prompt"):
+            args.prompt.encode()  # bytes that are no UTF-8 have come as surrogates
             found = self._tokenizer.encode(args.prompt)
             tokens, put_there = found.ids, found.special_tokens_mask
         while tokens and put_there[len(tokens) - 1]:
