@@ -234,17 +234,18 @@ def sums_of_squares(vector, pieces):
     some thousand elements.
     """
     rows = vector.reshape(pieces, len(vector) // pieces)
-    length = rows.shape[1]
-    blocks = -(-length // BLOCK)  # of one piece
-    width = -(-length // blocks) if blocks else 1
+    length, found = rows.shape[1], []
+    blocks = max(1, -(-length // BLOCK))  # of one piece
+    width = max(1, -(-length // blocks))  # elements of a block
     height = max(1, BLOCK // width)  # pieces at a time
     scratch = np.empty_like(vector, shape=min(BLOCK, len(vector)), dtype=np.float64)
-    found = np.zeros(pieces)
     for top in range(0, pieces, height):
-        for start in range(0, length, width):
+        sums = 0.0
+        for start in range(0, blocks * width, width):
             block = rows[top : top + height, start : start + width]
             wide = scratch[: block.size].reshape(block.shape)
             np.copyto(wide, block)  # a pass of its own: faster than a square that widens as it goes
             np.square(wide, out=wide)
-            found[top : top + height] += wide.sum(axis=1)
-    return found
+            sums = sums + wide.sum(axis=1)
+        found += sums.tolist()
+    return np.array(found)

@@ -112,6 +112,9 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     __index__ = __int__
 
+    def tolist(self):
+        return self._scalar().tolist()
+
     def __bool__(self):
         return bool(self._scalar())
 
@@ -174,9 +177,6 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         if function is np.copyto:
             args[0][...] = args[1]
             return None
-        if function is np.split:
-            pieces = np.split(np.arange(len(args[0])), args[1])
-            return [args[0][piece[0] : piece[-1] + 1] for piece in pieces]
         if function is np.flatnonzero:  # its shape depends on the numbers
             self.cuda.stream.synchronize()
             return self.cuda.put(np.flatnonzero(args[0].raw))

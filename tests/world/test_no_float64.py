@@ -16,7 +16,16 @@ SIZES = (1, 3, 4)
 
 FOLDERS = tuple(str(Path(package.__file__).parent) for package in (models_package, zmpi))
 # The few numbers that ranks tell each other: counts, losses and pieces of the norm; size x (micro-batches + 192) at most.
-SCALARS = {"gather_scalars", "_update", "_open", "evaluate", "add_up", "squares", "<genexpr>"}
+SCALARS = {
+    "gather_scalars",
+    "_update",
+    "_open",
+    "evaluate",
+    "add_up",
+    "settle",
+    "squares",
+    "<genexpr>",
+}
 
 
 # The norm is summed in float64, in a block of a constant size.
