@@ -98,6 +98,41 @@ def check_sizes(**sizes):
     return map(int, sizes.values())
 
 
+# ---- what a model reads ----------------------------------------------------------------------------------------------
+
+
+def check_tokens(inputs, targets, vocab):
+    """Raises ValueError for the first token that a vocabulary does not have, with its position.
+
+    Inputs lie in 0 ... vocab - 1, targets below vocab; those below 0 are not counted. An index below 0 would wrap on a
+    CPU, any other wrong one does on a GPU. Arrays of any shape.
+    """
+    for name, tokens in (("inputs", inputs), ("targets", targets)):
+        if tokens.dtype.kind not in "iu":
+            raise ValueError(f"{name}: expected whole numbers, got {tokens.dtype}")
+    for name, tokens, expected, wrong in (
+        ("inputs", inputs, "0 to", (inputs < 0) | (inputs >= vocab)),
+        ("targets", targets, "at most", targets >= vocab),
+    ):
+        if wrong.any():
+            place = tuple(map(int, np.unravel_index(int(wrong.argmax()), wrong.shape)))
+            raise ValueError(
+                f"{name}{list(place)}: expected a token of {expected} {vocab - 1}"
+                f" (vocabulary {vocab}), got {int(tokens[place])}"
+            )
+
+
+def refused(model, micro_batches):
+    """What the model's check(inputs, targets), if it has one, refuses first, as a line with its place; else None."""
+    check = getattr(model, "check", None)
+    for m, micro_batch in enumerate(micro_batches if check else ()):
+        try:
+            check(*micro_batch)
+        except ValueError as error:
+            return f"micro-batch {m}: {error}"
+    return None
+
+
 # ---- the plain loop --------------------------------------------------------------------------------------------------
 
 
@@ -118,8 +153,12 @@ def plain_step(model, weights, micro_batches, update):
     """One training step: the mean loss's gradient over all micro-batches, then update(weights, gradients).
 
     weights: {unit: {local name: array}}; the gradients have the same form. micro_batches: a list of (inputs, targets).
-    Returns the mean loss before the update. Raises ValueError if no target counts (all are below 0).
+    Returns the mean loss before the update. Raises ValueError if no target counts (all are below 0), or for what the
+    model's check refuses.
     """
+    fault = refused(model, micro_batches)
+    if fault:
+        raise ValueError(fault)
     counted = sum(int((targets >= 0).sum()) for _, targets in micro_batches)
     if counted == 0:
         raise ValueError(

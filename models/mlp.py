@@ -6,7 +6,7 @@ Shapes: B windows, T = `context` tokens each, C = `width`, V = `vocab`, F the fe
 import math
 
 from models.fused import bias_gelu, bias_gelu_backward, product, product_backward
-from models.layer import Layer, check_sizes, init_normal
+from models.layer import Layer, check_sizes, check_tokens, init_normal
 from models.ops import cross_entropy, embedding, embedding_backward, linear, linear_backward
 
 
@@ -27,6 +27,10 @@ class MLP:
         features = [context * width] + [width] * layers
         hidden = [Hidden(f"hidden.{i}", features[i], width) for i in range(layers)]
         self.layers = [Embed(width, context, vocab), *hidden, Head(width, vocab)]
+
+    def check(self, inputs, targets):
+        """Raises ValueError for a token outside of the vocabulary."""
+        check_tokens(inputs, targets, self.vocab)
 
     def loss(self, logits_BV, targets_B, divisor):
         """(loss_sum, d(loss_sum / divisor) / d logits in the logits' memory); targets below 0 do not count."""

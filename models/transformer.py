@@ -9,7 +9,7 @@ import numpy as np
 
 from models.attention import attention, attention_backward
 from models.fused import bias_gelu, bias_gelu_backward, product, product_backward
-from models.layer import Layer, check_sizes, init_normal
+from models.layer import Layer, check_sizes, check_tokens, init_normal
 from models.ops import (
     add_product,
     cross_entropy,
@@ -48,6 +48,10 @@ class GPT:
             for i in range(layers)
         ]
         self.layers = [Embedding(width, context, vocab), *blocks, Head(width, vocab)]
+
+    def check(self, inputs, targets):
+        """Raises ValueError for a token outside of the vocabulary."""
+        check_tokens(inputs, targets, self.vocab)
 
     def loss(self, logits_BTV, targets_BT, divisor):
         """(loss_sum, d(loss_sum / divisor) / d logits in the logits' memory); targets below 0 do not count."""

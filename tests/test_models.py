@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small_models import SMALL_GPT, SMALL_MLP, arrays_of, both_models, gpt_case
 
-from models import GPT, MLP, key_for, plain_weights, transformer, unit_of, units
+from models import GPT, MLP, key_for, plain_step, plain_weights, transformer, unit_of, units
 from models.layer import forward_backward, zeros_like
 
 
@@ -184,6 +184,23 @@ def test_inputs_longer_than_the_context_are_an_error(case):
     first = model.layers[0]
     with pytest.raises(ValueError, match=r"^inputs: 6 tokens a \w+, the context is 5$"):
         first.forward(weights[unit_of(first)], np.zeros((2, 6), np.int64))
+
+
+@both_models
+@pytest.mark.parametrize("dtype", [np.int64, np.int8, np.uint16])
+def test_a_token_outside_of_the_vocabulary_is_an_error_of_the_plain_loop(case, dtype):
+    model, weights, (inputs, targets) = case()
+    for name, token in (("inputs", -1), ("inputs", 11), ("targets", 11)):
+        batch = {"inputs": inputs.astype(dtype), "targets": np.maximum(targets, 0).astype(dtype)}
+        batch[name].flat[1] = np.array(token).astype(dtype)  # -1 is 65535 in 16 bits without a sign
+        got = batch[name].flat[1]
+        at = r"\[1\]" if batch[name].ndim == 1 else r"\[0, 1\]"
+        with pytest.raises(
+            ValueError, match=rf"^micro-batch 1: {name}{at}: .*10 .*11\), got {got}$"
+        ):
+            plain_step(model, weights, [(inputs, targets), tuple(batch.values())], None)
+    with pytest.raises(ValueError, match="inputs: expected whole numbers, got float64"):
+        plain_step(model, weights, [(inputs / 1, targets)], None)
 
 
 def test_layers_that_share_a_unit_agree_on_shapes():

@@ -13,7 +13,7 @@ from math import inf, isfinite, sqrt
 
 import numpy as np
 
-from models.layer import key_for, unit_of, units
+from models.layer import key_for, refused, unit_of, units
 from zmpi import checkpoint
 from zmpi.comm import Communicator
 from zmpi.domains import Domain
@@ -174,7 +174,9 @@ class ZeRO:
         mine = sum(int(np.count_nonzero(targets >= 0)) for _, targets in micro_batches)
         too_large = int(sum(unit.too_large for unit in self.units.values()))
         stop, started = training * self.world.guard.stop_requested, self.world.lane.started
-        everyone = self.comm.gather_scalars([number, mine, too_large, stop, started]).T
+        fault = refused(self.model, micro_batches)  # on the host: an index on a GPU would wrap
+        said = [number, mine, too_large, stop, started, fault is not None]
+        everyone = self.comm.gather_scalars(said).T
         numbers, counted = everyone[0], int(sum(everyone[1]))
         self.world.settle(everyone[4])
         if everyone[3].any():
@@ -188,6 +190,10 @@ class ZeRO:
             raise UsageError(
                 f"micro-batches: every rank needs the same number, none empty; got {numbers.astype(int).tolist()}"
             )
+        if everyone[5].any():
+            faults = self.world.share(fault)
+            rank = next(rank for rank, found in enumerate(faults) if found)
+            raise UsageError(f"rank {rank}, {faults[rank]}")
         if not counted:
             raise UsageError("targets: none is counted (all are below 0) on any rank")
         return counted

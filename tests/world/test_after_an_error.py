@@ -130,6 +130,28 @@ def test_a_micro_batch_without_a_sequence_is_one_error_on_all_ranks(world, model
             call([(inputs[kept], targets[kept])])
 
 
+@pytest.mark.parametrize("model", [gpt(), mlp()], ids=["gpt", "mlp"])
+def test_a_token_outside_of_the_vocabulary_is_one_error_on_all_ranks(world, model):
+    """Its id, position and rank, the vocabulary; nothing is trained. Below 0 an index would wrap and train silently."""
+    zero, other = ZeRO(model, world, 3, adamw()), ZeRO(model, world, 3, adamw())
+    last = world.size - 1
+    for name, token in (("inputs", -1), ("inputs", 23), ("targets", 23)):
+        batches = [micro_batch(model, 1, m * world.size + world.rank) for m in range(2)]
+        if world.rank == last:
+            batches[1][name == "targets"].flat[-1] = token  # in the second micro-batch
+        shape = batches[1][name == "targets"].shape
+        place = [length - 1 for length in shape]
+        expected = (
+            f"rank {last}, micro-batch 1: {name}{place}: expected a token of"
+            f" {'at most' if name == 'targets' else '0 to'} 22 (vocabulary 23), got {token}"
+        )
+        for call in (zero.train_step, zero.evaluate):
+            with pytest.raises(UsageError) as found:
+                call(batches)
+            assert str(found.value) == expected
+    assert steps(zero, 1, 1) == steps(other, 1, 1)
+
+
 def test_memory_that_is_not_there_on_one_rank_is_one_error_on_all(world, monkeypatch):
     def full(layout, rules):
         raise MemoryError("Unable to allocate 224. GiB")

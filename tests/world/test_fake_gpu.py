@@ -10,6 +10,7 @@ from zmpi.comm import Communicator
 from zmpi.device import Gpu
 from zmpi.layout import Layout
 from zmpi.ledger import Ledger
+from zmpi.manners.guard import UsageError
 from zmpi.transport import Direct, Staged
 from zmpi.trial import Trial
 from zmpi.verify import promises
@@ -308,7 +309,7 @@ def test_every_stage_on_the_gpu_gives_the_cpus_bits(comm, transport, reduction, 
         expected = run(like_the_gpu(world_of(reduction)), model(), stage, Policy())
         for late in ORDERS:
             found = run(
-                gpu_world(transport, late, reduction), model(), stage, Policy(prefetch=late[0])
+                gpu_world(transport, late, reduction), model(), stage, Policy(prefetch=int(late[0]))
             )
             assert_same_bits(found, expected, (stage, late))
 
@@ -321,6 +322,23 @@ def test_16_bit_stages_on_the_gpu_agree(comm, transport):
         for late in ORDERS:
             found = run(gpu_world(transport, late), gpt(), stage, Policy("bfloat16"), accumulate=1)
             assert_same_bits(found, expected, (stage, late))
+
+
+@pytest.mark.parametrize("model", [gpt(), mlp()], ids=["gpt", "mlp"])
+def test_tokens_are_checked_before_they_are_on_the_gpu(comm, model):
+    """Where an index wraps at both ends, and nobody would see it."""
+    world = gpu_world("direct")
+    zero = ZeRO(model, world, 3, adamw())
+    put = world.device.put
+    object.__setattr__(world.device, "put", lambda array: pytest.fail("copied"))
+    for name, token in ((0, -1), (0, model.vocab), (1, model.vocab)):
+        batch = share(model, 1, world, 1)
+        batch[0][name].flat[0] = token
+        for call in (zero.train_step, zero.evaluate):
+            with pytest.raises(UsageError, match=f"^rank 0, micro-batch 0: .*got {token}$"):
+                call(batch)
+    object.__setattr__(world.device, "put", put)
+    assert zero.train_step(share(model, 1, world, 1)) > 0
 
 
 @transports
