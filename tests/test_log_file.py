@@ -170,7 +170,7 @@ def check_saved_up_to_the_logs_end(log, folder, output):
 
 def test_a_disk_that_fills_under_the_log_ends_a_run_after_its_checkpoint(small_disk, tmp_path):
     log, folder = small_disk / "log", tmp_path / "dir"
-    ended = train(3, *MLP, "--steps", 100_000, "--log", log, "--checkpoint", folder)
+    ended = train(3, *MLP, "--steps", 1000, "--log", log, "--checkpoint", folder)
     expected = f"zmpi.train: error: --log: {log}: No space left on device"
     assert ended.status == 2 and last_word(ended.output) == expected, ended.output
     check_saved_up_to_the_logs_end(log, folder, ended.output)
@@ -186,7 +186,7 @@ World(device="cpu")
 resource.setrlimit(resource.RLIMIT_FSIZE, ({LIMIT}, {LIMIT}))
 train.main(sys.argv[1:])
 """
-    flags = [*MLP, "--steps", 100_000, "--log", log, "--checkpoint", folder]
+    flags = [*MLP, "--steps", 1000, "--log", log, "--checkpoint", folder]
     ended = subprocess.run(
         [sys.executable, "-c", limited, *map(str, flags)],
         env=ENVIRONMENT, capture_output=True, text=True, check=False,
@@ -198,7 +198,7 @@ train.main(sys.argv[1:])
 
 def test_where_the_checkpoint_fails_with_the_log_one_line_says_both(small_disk):
     log, folder = small_disk / "log", small_disk / "dir"
-    ended = alone(*MLP, "--steps", 100_000, "--log", log, "--checkpoint", folder)
+    ended = alone(*MLP, "--steps", 1000, "--log", log, "--checkpoint", folder)
     line = last_word(ended.stderr)
     assert ended.returncode == 2 and line.count("No space left on device") == 2, ended.stderr
     assert line.startswith(f"zmpi.train: error: --log: {log}: ") and str(folder) in line
