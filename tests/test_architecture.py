@@ -12,9 +12,9 @@ FLOORS = {
           formats sampling manners.own manners.launch manners.clock manners.errors manners.hooks
           manners.streams manners.table saving.blocks cost.counted""",
     1: """data coding device ledger precision optim manners.guard_messages manners.ending manners.machine
-          manners.output manners.progress saving.manifest saving.pretrained
+          manners.output manners.progress saving.manifest
           cost.bench_table""",
-    2: "manners.guard manners.agree manners.run_log cost.paper",
+    2: "manners.guard manners.agree manners.run_log saving.pretrained cost.paper",
     3: "world manners.options saving.folder cost.pictures",
     4: "comm manners.model_flags manners.optimizer_flags cost.page",
     5: "unit",

@@ -389,7 +389,7 @@ def test_what_cannot_be_exported_is_one_line(saved, copy, tmp_path):
     told(export(copy, tmp_path / "to"), "rank-0001.bin", "damaged")
     assert not list((tmp_path / "to").glob("*")) and not list((tmp_path / "to").glob(".*"))
     assert export(saved, tmp_path / "to").returncode == 0
-    told(export(saved, tmp_path / "to"), "model.safetensors: is there already")
+    told(export(saved, tmp_path / "to"), "model.safetensors: already exists")
 
 
 # ---- generate --------------------------------------------------------------------------------------------------------

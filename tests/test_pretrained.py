@@ -69,6 +69,37 @@ def test_what_is_written_is_read_by_the_package_and_by_us(tmp_path):
     ]
 
 
+def test_one_job_at_a_time_writes_a_folder(tmp_path):
+    """Two wrote to one temporary file: the second's bytes were in the first's weights."""
+    expected, refusals = weights(), []
+
+    def with_another_job(name):
+        if len(refusals) < 1:
+            with pytest.raises(ValueError, match="in use by another job") as refusal:
+                pretrained.write(tmp_path, SIZES, SHAPES, lambda name: -expected[name])
+            refusals.append(refusal)
+        return expected[name]
+
+    pretrained.write(tmp_path, SIZES, SHAPES, with_another_job)
+    assert refusals and same(read(tmp_path), expected)
+
+
+def test_what_exists_is_spared_and_a_failure_leaves_nothing(tmp_path):
+    (tmp_path / "config.json").symlink_to("missing")  # `exists` says no: it became a file
+    with pytest.raises(ValueError, match=r"config\.json: already exists"):
+        pretrained.write(tmp_path, SIZES, SHAPES, weights().get)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    (tmp_path / "config.json").unlink()
+    (tmp_path / ".model.safetensors").write_text("what a killed job left" * 999)
+
+    def failing(name):
+        raise ValueError("damaged")
+
+    with pytest.raises(ValueError, match="damaged"):
+        pretrained.write(tmp_path, SIZES, SHAPES, failing)
+    assert not list(tmp_path.iterdir())
+
+
 def test_other_tools_spellings_are_read(tmp_path):
     """transformers' prefix, the masks of older files, a head that is the embedding again, and numbers of 16 bits."""
     expected = weights()

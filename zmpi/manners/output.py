@@ -59,8 +59,8 @@ class Output:
                 os.ftruncate(self._file, length)
 
     def write(self, data):
-        """Append bytes. Where that fails, nothing of them is left in a file."""
-        before, rest = self.size(), memoryview(data)
+        """Append bytes, or an array's. Where that fails, nothing of them is left in a file."""
+        before, rest = self.size(), memoryview(data).cast("B")
         try:
             with self._named():
                 while rest:

@@ -6,6 +6,7 @@ head is wte itself and is not in the file. Format: https://huggingface.co/docs/s
 
 import json
 import os
+from contextlib import ExitStack, closing
 from math import prod
 from operator import index
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from zmpi.formats import LOOKED_AT, container, refuse_irregular
+from zmpi.manners.output import Output
 from zmpi.saving.blocks import named
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -151,27 +153,38 @@ class Weights:
 def write(folder, sizes, shapes, tensor):
     """Write a folder, which is made if it is missing: tensor(name) is called for one name of `shapes` after the other.
 
-    Numbers are float32. Nothing takes its final name before all is written; raises ValueError where something is there.
+    Numbers are float32. Nothing takes its final name before all is written; raises ValueError where a file of either name
+    exists (a link without a target too), or where another job writes there.
     """
     folder = Path(folder)
-    for path in (folder / WEIGHTS, folder / CONFIG):
-        if path.exists():
-            raise ValueError(f"{path}: is there already; name another folder")
+    contents = {folder / WEIGHTS: _tensors(shapes, tensor), folder / CONFIG: _config(sizes)}
+    _refuse_existing(contents)
     with named(folder):
         folder.mkdir(exist_ok=True)
-    finished = {}
-    try:
-        for name, content in {WEIGHTS: _tensors(shapes, tensor), CONFIG: _config(sizes)}.items():
-            finished[folder / f".{name}"] = folder / name
-            with named(folder / name), open(folder / f".{name}", "wb") as file:
+    temporary = {}
+    with ExitStack() as held:
+        try:
+            for final in contents:
+                hidden = folder / f".{final.name}"
+                whatever_is_there = Output("--to", hidden, lambda head: True, "a temporary file")
+                temporary[final] = held.enter_context(closing(whatever_is_there))
+            _refuse_existing(contents)  # a job that held the temporary files may have made them
+            for final, content in contents.items():
+                temporary[final].cut(0)
                 for part in content:
-                    file.write(part)
-        _open(folder / f".{WEIGHTS}")  # does another reader find it whole
-        for temporary, final in finished.items():
-            temporary.rename(final)
-    finally:
-        for temporary in finished:
-            temporary.unlink(missing_ok=True)
+                    temporary[final].write(part)
+            _open(temporary[folder / WEIGHTS].path)  # does another reader find it whole
+            for final, output in temporary.items():
+                output.path.rename(final)
+        finally:
+            for output in temporary.values():
+                output.path.unlink(missing_ok=True)
+
+
+def _refuse_existing(paths):
+    for path in paths:
+        if os.path.lexists(path):
+            raise ValueError(f"{path}: already exists; choose another folder")
 
 
 def _config(sizes):
