@@ -1,4 +1,4 @@
-"""CuPy on a CPU, as far as the twins in models/kernels.py and zmpi/kernels.py need it: to run them, not to be fast.
+"""CuPy on a CPU, as far as the twins need it (models/kernels.py, zmpi/kernels.py, on models/cuda.py): to run, not to be fast.
 
 Their kernels are the real text, compiled by g++ with a block of threads as a loop; cuBLAS's product is written here from
 its documentation, on bare addresses. What it cannot show: races, warp shuffles, CuPy's own functions.
@@ -230,7 +230,7 @@ def install(monkeypatch):
     parents = ("cupy_backends", "cupy_backends.cuda")
     for module in (cupy, libs, cublas, *map(ModuleType, parents)):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name in ("models.kernels", "zmpi.kernels"):
+    for name in ("models.cuda", "models.kernels", "zmpi.kernels"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     twins = importlib.import_module("models.kernels"), importlib.import_module("zmpi.kernels")
     for twin in twins:

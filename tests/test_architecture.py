@@ -91,7 +91,9 @@ def test_world_alone_imports_mpi4py():
 
 @pytest.mark.parametrize("path", MODELS, ids=module)
 def test_models_know_nothing_of_zmpi_and_mpi(path):
-    allowed = MODELS_MAY | ({"cupy", "cupy_backends"} if path.stem == "kernels" else set())
+    allowed = MODELS_MAY | (
+        {"cupy", "cupy_backends"} if path.stem in ("cuda", "kernels") else set()
+    )
     assert {name.split(".")[0] for name in imports(path)} <= allowed
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import cupy
 import numpy as np
 
-from models.kernels import NOTHING, launch, whole, wide
+from models.cuda import NOTHING, launch, whole, wide
 
 PARTS = 64  # into which a piece of the norm is cut: a number that no device changes
 

@@ -1,0 +1,95 @@
+"""What the twins on a GPU are made of: CUDA kernels, compiled at their first use and queued, and cuBLAS's products.
+
+The text of all kernels begins with prelude.cuh; each is compiled for one type of number. Sums are made in float32
+(float64 for float64); matrix products of 16-bit numbers run on tensor cores and add up in float32.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import cupy
+import numpy as np
+from cupy_backends.cuda.libs import cublas
+
+THREADS = 256  # of a block: 8 rows, where a row has 32 lanes
+DEFINES = {
+    "float16": "-DFLOAT16",
+    "bfloat16": "-DBFLOAT16",
+    "float32": "-DFLOAT32",
+    "float64": "-DFLOAT64",
+}
+CUDA_TYPES = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1}  # cudaDataType_t
+PRELUDE = Path(__file__).with_name("prelude.cuh")
+NOTHING = np.uint64(0)  # a pointer to nothing
+
+
+@cache
+def compiled(source, kind):
+    """The kernels of a .cu file, for one type of number (by its name), compiled at the first use."""
+    text = PRELUDE.read_text() + source.read_text()
+    return cupy.RawModule(code=text, options=("-std=c++17", DEFINES[kind]))
+
+
+def launch(name, kind, size, *arguments, source):
+    """Queue a kernel of the file `source` for arrays of the type `kind`, with `size` threads in all.
+
+    Whole numbers are passed as Index.
+    """
+    passed = [np.int64(value) if isinstance(value, int) else value for value in arguments]
+    compiled(source, str(kind)).get_function(name)(
+        (max(1, -(-size // THREADS)),), (THREADS,), passed
+    )
+
+
+def wide(x):
+    """The type that x's elements are computed and added up in, W of the kernels."""
+    return np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
+
+
+def whole(x):
+    """x, contiguous: kernels know no strides."""
+    return cupy.ascontiguousarray(x)
+
+
+# ---- matrix products -------------------------------------------------------------------------------------------------
+
+
+def multiply(a_BMK, b_BKN, out_BMN, accumulate=False):
+    """out = a @ b, or out += a @ b; of any strides that have one axis of neighbours. `out` may be wider than a and b.
+
+    CuPy's own matmul casts float16 to float32 for more than two axes, and knows no bfloat16 there.
+    """
+    (B, M, K), N = a_BMK.shape, b_BKN.shape[2]
+    (a, of_a, row_a), (b, of_b, row_b), (out, of_out, row_out) = map(
+        _operand, (a_BMK, b_BKN, out_BMN)
+    )
+    if of_out or out is not out_BMN:
+        raise ValueError(
+            f"product: expected rows of neighbours to write to, got strides {out_BMN.strides}"
+        )
+    scalar = wide(out)
+    one, beta = np.ones((), scalar), np.full((), float(accumulate), scalar)
+    kind = {name: CUDA_TYPES[str(x.dtype)] for name, x in (("a", a), ("b", b), ("out", out))}
+    compute = cublas.CUBLAS_COMPUTE_64F if scalar == np.float64 else cublas.CUBLAS_COMPUTE_32F
+    if not K or not B * M * N:
+        out[...] = out if accumulate else 0
+        return out_BMN
+    # cuBLAS sees matrices by columns, so it multiplies the transposed: out^T = b^T a^T
+    cublas.gemmStridedBatchedEx(
+        *(cupy.cuda.device.get_cublas_handle(), of_b, of_a, N, M, K, one.ctypes.data),
+        *(b.data.ptr, kind["b"], row_b, b.strides[0] // b.itemsize),
+        *(a.data.ptr, kind["a"], row_a, a.strides[0] // a.itemsize, beta.ctypes.data),
+        *(out.data.ptr, kind["out"], row_out, out.strides[0] // out.itemsize),
+        *(B, compute, cublas.CUBLAS_GEMM_DEFAULT),
+    )
+    return out_BMN
+
+
+def _operand(x_BRC):
+    """(array, whether cuBLAS is to transpose it, elements from one row to the next)."""
+    size, (_, rows, columns), (_, R, C) = x_BRC.itemsize, x_BRC.strides, x_BRC.shape
+    if columns == size or (C == 1 and rows >= size):
+        return x_BRC, cublas.CUBLAS_OP_N, max(rows // size, C)
+    if rows == size or R == 1:
+        return x_BRC, cublas.CUBLAS_OP_T, max(columns // size, R)
+    return whole(x_BRC), cublas.CUBLAS_OP_N, C
