@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmpi.data import EVALUATED, SAMPLE, SPREAD, Batches, Text, described, load_text
+from zmpi.data import EVALUATED, SAMPLE, SPREAD, Batches, Text, builtin_text, described, load_text
 from zmpi.saving.resume import same_text
 
 CONTEXT = 8
@@ -125,7 +125,7 @@ def test_the_builtin_corpus_is_the_topics_by_key():
     topics = pytest.importorskip("pydoc_data.topics").topics
     text = load_text("builtin", 64, 256)
     expected = "".join(topics[key] for key in sorted(topics)).encode()
-    assert bytes(text.train) + bytes(text.held_out) == expected
+    assert bytes(text.train) + bytes(text.held_out) == expected == builtin_text()
     assert len(text.held_out) == len(expected) // 10
 
 
@@ -371,9 +371,7 @@ def test_a_resume_with_the_builtin_text_of_another_python_says_what_to_do(tmp_pa
     saved = {**described(old, "builtin"), "python": "3.99.1"}
     for entries, told in ((saved, r"Python 3\.99\.1"), (old.fingerprint, "another Python")):
         manifest = {"run": {"data": entries}}
-        message = (
-            f"--data: builtin is another text .*: crc32 .*checkpoint's with {told}, .*--data FILE"
-        )
+        message = f"--data: builtin is another text .*: crc32 .* with {told} there, .*use {told}, .*--data FILE"
         with pytest.raises(ValueError, match=message):
             same_text(new, SimpleNamespace(data="builtin"), manifest)
         same_text(old, SimpleNamespace(data=str(tmp_path / "old.txt")), manifest)

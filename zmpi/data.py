@@ -139,7 +139,9 @@ def load_text(source, context, vocab, rank=0, size=1):
     """
     name = "--data" if source == "builtin" else f"--data: {source}"
     context, vocab = COUNT.of("--context", context), COUNT.of("--vocab", vocab)
-    tokens = _builtin() if source == "builtin" else _opened(Path(source))
+    tokens = (
+        np.frombuffer(builtin_text(), np.uint8) if source == "builtin" else _opened(Path(source))
+    )
     if len(tokens) <= context:
         raise ValueError(
             f"{name}: {len(tokens)} tokens; a window needs --context + 1 = {context + 1}"
@@ -171,10 +173,10 @@ def _checksum(parts):
     return checksum
 
 
-def _builtin():
-    """The text of pydoc's topics, by key: about 450 kB of English and code that every CPython carries.
+def builtin_text():
+    """The text of pydoc's topics, by key, as bytes: about 450 kB of English and code that every CPython carries.
 
-    Patch versions of Python differ in it: what was trained on is told by its fingerprint.
+    Patch versions of Python differ in it: its fingerprint says which one was trained on.
     """
     try:
         from pydoc_data.topics import topics
@@ -182,7 +184,7 @@ def _builtin():
         raise ValueError(
             "--data: this Python lacks the built-in corpus (pydoc_data); name a text file"
         ) from None
-    return np.frombuffer("".join(topics[key] for key in sorted(topics)).encode(), np.uint8)
+    return "".join(topics[key] for key in sorted(topics)).encode()
 
 
 class FileTokens:

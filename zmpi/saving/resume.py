@@ -99,8 +99,8 @@ def _other_python(source, saved):
         return ""
     its = f"Python {saved['python']}" if "python" in saved else "another Python"
     return (
-        f" (it comes with Python: the checkpoint's with {its}, this is {platform.python_version()});"
-        f" resume with {its}, or save its text to a file there and give --data FILE"
+        f" (it comes with Python: with {its} there, with {platform.python_version()} here); use {its},"
+        f" or write its zmpi.data.builtin_text() to a file and give --data FILE"
     )
 
 
