@@ -80,7 +80,7 @@ FLAGS = {  # arguments (words, or a tuple where they are not divided by spaces) 
     "--eval-every -1": "--eval-every:",
     "--timeout 0": "--timeout:",
     "--timeout nan": "--timeout:",
-    "--step 3": "--step: no such flag",
+    "--step 3": "--step: no such flag; see --help",
     "--colour": "--colour: no such flag",
     "--comm nowhere.py:Class": "--comm:",
     ("--comm", ""): "--comm: expected one of zmpi, FILE:CLASS; got ''",
@@ -123,9 +123,9 @@ def files(folder):
         f"--data {folder}/missing": f"{folder}/missing",
         f"--data {folder}": f"{folder}",
         f"--data {folder}/empty": f"{folder}/empty: 0 tokens",
-        f"--data {folder}/short": f"{folder}/short: 8 tokens; a window needs --context + 1 = 9",
+        f"--data {folder}/short": f"{folder}/short: 8 tokens; a window needs --context + 1 = 9: use a longer text or --context 7",
         f"--data {folder}/odd.bin": f"{folder}/odd.bin",
-        f"--data {folder}/large.bin": f"{folder}/large.bin: token 300 is not below --vocab 256",
+        f"--data {folder}/large.bin": f"{folder}/large.bin: token 300 is not below --vocab 256; use --vocab 301",
         f"--log {folder}": "--log:",
         f"--log {folder}/none/log": "--log:",
         "--log /dev/null/log": "--log:",
@@ -266,3 +266,4 @@ def test_without_mpi_it_is_said_so():
         ended.stderr
     )
     assert "error: mpi4py cannot load an MPI library: " in ended.stderr
+    assert ended.stderr.endswith("install one into this environment (pip install mpich)\n")

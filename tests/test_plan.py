@@ -180,18 +180,42 @@ BAD = {
     "--params 1e9 --ranks 4 --flops 1e12": "--flops",
     "--layers 2 --width 10 --heads 3 --ranks 4": "--heads",
     "--layers 2 --width 10 --heads 2 --model mlp --ranks 4": "--heads",
-    "--layers 2 --ranks 4 --memory 1000": "--memory",
+    "--layers 2 --ranks 4 --memory 1000": "--width or --vocab, or --recompute",
     "--layers 2 --ranks 4 --flops 1e12": "--bandwidth",
     "--layers 2 --ranks 4 --calibrate nowhere.json": "nowhere.json",
     "--layers 2 --ranks 4 --calibrate setup.cfg": "setup.cfg",
-    "--layers 2 --ranks 4 --calibrate setup.cfg --flops 1": "--calibrate",
+    "--layers 2 --ranks 4 --calibrate setup.cfg --flops 1": "--calibrate: gives both speeds",
+    "--layers 2 --ranks 4 --calibrate /dev/zero": "--calibrate: expected a file, got /dev/zero",
     "--layers 2 --rank 4": "--rank",
     "--params 1e9 --ranks 4 --width 64": "--width: needs a model",
     "--params 1e9 --ranks 4 --recompute": "--recompute: needs a model",
-    "--paper --json": "--json: stands beside no other flag",
-    "--paper --ranks 3": "--ranks: stands beside no other flag",
+    "--paper --json": "--json: cannot be combined with --paper; leave one of them out",
+    "--paper --ranks 3": "--ranks: cannot be combined with --paper",
     "--layers 2 --ranks 4 --context 2147483648": "--context: expected a whole number of at least 1 and below 2147483648",
 }
+
+NO_BENCH = {
+    "nested": "[" * 100_000,
+    "another type": '[{"stages": 3}]',
+    "no stages": '{"stages": []}',
+    "one rank": '{"stages": [{"flops": 1, "step_s": 2, "blocked_s": 0, "bytes_sent": 0}]}',
+    "no time": '{"stages": [{"flops": 1, "step_s": 2, "blocked_s": 2, "bytes_sent": 1}]}',
+    "not finite": '{"stages": [{"flops": NaN, "step_s": 2, "blocked_s": 1, "bytes_sent": 1}]}',
+    "overflow": f'{{"stages": [{{"flops": 1{"0" * 400}, "step_s": 2.5, "blocked_s": 1, "bytes_sent": 1}}]}}',
+}
+
+
+@pytest.mark.parametrize("text", NO_BENCH.values(), ids=NO_BENCH)
+def test_a_file_that_holds_no_bench_is_one_line(text, capsys, tmp_path):
+    """Whatever is in it: plan reads only what zmpi.bench --json wrote."""
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        plan.main(f"--layers 1 --ranks 2 --calibrate {tmp_path}/x.json".split())
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(
+        "zmpi.plan: error: --calibrate: expected what zmpi.bench --json FILE wrote"
+    )
 
 
 @pytest.mark.parametrize("arguments", BAD)

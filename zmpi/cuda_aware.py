@@ -46,7 +46,8 @@ def choose_transport(asked, answers):
     if devices[0] == "cpu":
         if asked != "auto":
             raise ValueError(
-                f"--transport: {asked} carries memory of a GPU, and the arrays are on the CPU"
+                f"--transport: {asked} carries memory of a GPU, and the arrays are on the CPU;"
+                " leave it out, or use --device cuda"
             )
         return "host", "arrays are in host memory"
     if asked != "auto":

@@ -144,7 +144,8 @@ def load_text(source, context, vocab, rank=0, size=1):
     )
     if len(tokens) <= context:
         raise ValueError(
-            f"{name}: {len(tokens)} tokens; a window needs --context + 1 = {context + 1}"
+            f"{name}: {len(tokens)} tokens; a window needs --context + 1 = {context + 1}:"
+            f" use a longer text{f' or --context {len(tokens) - 1}' if len(tokens) > 1 else ''}"
         )
     if tokens.dtype == np.uint8 and vocab < 256:
         raise ValueError(f"--vocab: text is read as bytes and needs at least 256, got {vocab}")
@@ -152,7 +153,9 @@ def load_text(source, context, vocab, rank=0, size=1):
         share = -(-len(tokens) // size)
         highest = max(_highest(tokens, rank * share, (rank + 1) * share), default=0)
         if highest >= vocab:
-            raise ValueError(f"{name}: token {highest} is not below --vocab {vocab}")
+            raise ValueError(
+                f"{name}: token {highest} is not below --vocab {vocab}; use --vocab {highest + 1}"
+            )
     cut = len(tokens) - len(tokens) // 10
     if min(cut, len(tokens) - cut) <= context:
         cut = len(tokens)

@@ -1,19 +1,21 @@
 """python -m zmpi.plan: does it fit, and what will it cost? A formula for a number of parameters, a dry run for a model."""
 
 import json
-from pathlib import Path
 
 from zmpi.cost.estimate import Setting, Speed, largest, ranks_that_pay, speed_of
 from zmpi.cost.paper import both_tables, largest_model
 from zmpi.cost.plan_tables import SHARDED, fits_table, memory_table, moved_table, times_table
+from zmpi.formats import refuse_irregular
 from zmpi.manners.guard import UsageError
 from zmpi.manners.model_flags import build_model, model_flags
 from zmpi.manners.options import Parser, alone, file_name, named_as_flags, real, whole
 from zmpi.manners.table import in_bytes, short, table, unit_for
 from zmpi.precision import RECIPES, Policy
+from zmpi.saving.blocks import named
 from zmpi.stages import STAGES, state_bytes
 
 COMMAND = "zmpi.plan"
+LARGEST_BENCH = 1 << 26  # bytes that are read of a bench's JSON
 
 
 def parser():
@@ -106,19 +108,19 @@ def answer(args):
     defaults = parser().parse_args([])
     given = [name for name, value in vars(args).items() if value != getattr(defaults, name)]
     if args.paper:
-        _only(given, ("paper",), "stands beside no other flag, got --paper")
+        _only(given, ("paper",), "cannot be combined with --paper; leave one of them out")
         return both_tables()
     if args.ranks is None:
-        raise UsageError("--ranks: expected a number of ranks, got none")
+        raise UsageError("--ranks: expected a number of ranks, such as --ranks 64; got none")
     if (args.params is None) == (args.layers is None):
         given = "neither" if args.params is None else "both"
-        raise UsageError(f"--params: expected either it or a model (--layers ...), got {given}")
+        raise UsageError(f"--params: give either it or --layers (a model's), got {given}")
     if args.layers is not None:
         return _of_model(args)
     _only(
         given,
         ("params", "ranks", "precision", "memory", "json"),
-        "needs a model (--layers ...), got --params alone",
+        "needs a model; give --layers instead of --params",
     )
     return _of_formula(args)
 
@@ -238,15 +240,26 @@ def _speed(args):
     """The Speed of the flags, or None where they name none."""
     if args.calibrate:
         if args.flops or args.bandwidth:
-            raise UsageError("--calibrate: names both speeds; got --flops or --bandwidth too")
+            raise UsageError("--calibrate: gives both speeds; leave out --flops and --bandwidth")
+        refuse_irregular("--calibrate", args.calibrate)
+        with named(f"--calibrate: {args.calibrate}"), open(args.calibrate, "rb") as file:
+            text = file.read(LARGEST_BENCH)
         try:
-            return speed_of(
-                json.loads(Path(args.calibrate).read_text(encoding="utf-8")), args.calibrate
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{args.calibrate}: expected the JSON of a bench ({error})") from None
+            return speed_of(json.loads(text))
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ):
+            raise UsageError(
+                f"--calibrate: expected what zmpi.bench --json FILE wrote on at least 2 ranks, with a"
+                f" stage that did not fail; got {args.calibrate}"
+            ) from None
     if (args.flops is None) != (args.bandwidth is None):
-        raise UsageError("--bandwidth: a step's time needs it and --flops, got one of them")
+        raise UsageError("--bandwidth: a step's time needs both it and --flops, got one of them")
     return Speed(args.flops, args.bandwidth) if args.flops else None
 
 

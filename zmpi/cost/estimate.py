@@ -1,6 +1,7 @@
 """What a plan is made of: dry runs of a model at every stage, how large it may grow, and how long a step may take."""
 
 from dataclasses import dataclass, field
+from math import inf
 
 from zmpi.cost.dryrun import CountedWorld, DryRun, Memo
 from zmpi.optim import AdamW
@@ -115,8 +116,11 @@ class Speed:
         return walk.bytes_sent / self.bandwidth
 
 
-def speed_of(report, name):
-    """The Speed that a bench's JSON measured: the median over its stages. Raises ValueError where it holds none."""
+def speed_of(report):
+    """The Speed that a bench's JSON measured: the median over its stages.
+
+    Raises ValueError, or what Python has for a wrong type or a missing key, where it holds none.
+    """
     rows = [row for row in report.get("stages", []) if "error" not in row]
     flops = sorted(row["flops"] / (row["step_s"] - row["blocked_s"]) for row in rows)
     sent = sorted(
@@ -124,11 +128,10 @@ def speed_of(report, name):
         for row in rows
         if row["bytes_sent"] and row["blocked_s"]
     )
-    if not flops or not sent:
-        raise ValueError(
-            f"{name}: expected the JSON of a bench on at least 2 ranks with a stage that did not fail"
-        )
-    return Speed(flops[len(flops) // 2], sent[len(sent) // 2])
+    speed = Speed(flops[len(flops) // 2], sent[len(sent) // 2])
+    if not (0 < speed.flops < inf and 0 < speed.bandwidth < inf):
+        raise ValueError(speed)
+    return speed
 
 
 def ranks_that_pay(setting, stage, speed):

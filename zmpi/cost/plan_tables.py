@@ -45,7 +45,8 @@ def fits_table(limits, args):
     """The answers to --memory. Raises UsageError where not even one layer fits at any stage."""
     if not any(limit["largest_layers"] for limit in limits):
         raise UsageError(
-            f"--memory: not even 1 layer fits into {args.memory:,.15g} bytes per rank at any stage"
+            f"--memory: not even 1 layer fits into {args.memory:,.15g} bytes per rank at any stage;"
+            " use more --ranks, a smaller --width or --vocab, or --recompute"
         )
     lines = [
         ("stage", "parameters (state alone)", "layers (whole step)", "micro-batch (whole step)")

@@ -48,7 +48,9 @@ class Parser(argparse.ArgumentParser):
             message += self._advice(flag)
         unknown = message.partition("unrecognized arguments: ")[2]
         first = unknown.split()[0] if unknown.strip() else repr(unknown)
-        raise UsageError(f"{first}: no such flag" if unknown else message.removeprefix("argument "))
+        raise UsageError(
+            f"{first}: no such flag; see --help" if unknown else message.removeprefix("argument ")
+        )
 
     def _advice(self, flag):
         """How to write a value that begins with "-", where a flag was followed by one; argparse takes it for a flag."""

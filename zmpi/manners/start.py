@@ -12,6 +12,9 @@ from zmpi.world import MPI, World
 
 WORLD = ("device", "transport", "reduction", "timeout")  # the flags that a World is made of
 
+LOADING = "mpi4py cannot load an MPI library"
+REMEDY = "load your site's MPI, or install one into this environment (pip install mpich)"
+
 
 def world_flags(group, timeout=300):
     """Add the flags that `start` makes a World of. `timeout`: the default, in seconds."""
@@ -71,7 +74,7 @@ def _load_mpi(command):
         MPI.COMM_WORLD  # noqa: B018  (its first use loads it)
     except (ImportError, RuntimeError) as error:
         fault = one_line(str(error).strip().partition("\n")[0])
-        end_before_mpi(f"{command}: error: mpi4py cannot load an MPI library: {fault}")
+        end_before_mpi(f"{command}: error: {LOADING}: {fault}; {REMEDY}")
 
 
 def engine_of(place):

@@ -40,6 +40,7 @@ OPTIMIZER = (
     "eps",
     "momentum",
 )
+SEARCHED = 10_000  # numbers that are tried for one that divides a batch
 SCALING = ("loss_scale", "loss_scale_window")  # free too, if the precision is the same
 
 
@@ -155,12 +156,13 @@ def _fit_batch(args, given, batch, size):
 def _what_fits(args, given, batch, size):
     """The flags with which `size` ranks take a global batch of so many sequences, if any do."""
     if batch % size:
-        fitting = [ranks for ranks in range(1, batch + 1) if batch % ranks == 0]
-        fewer, more = [n for n in fitting if n < size][-1:], [n for n in fitting if n > size][:1]
-        return f"none fits {size} ranks; {' or '.join(map(str, fewer + more))} ranks would fit"
+        near = (range(size, 0, -1), range(size + 1, min(batch, 8 * size) + 1))
+        fitting = [next((str(n) for n in numbers if batch % n == 0), None) for numbers in near]
+        return f"none fits {size} ranks; {' or '.join(filter(None, fitting))} ranks would fit"
 
     def largest(at_most):
-        return max(n for n in range(1, at_most + 1) if (batch // size) % n == 0)
+        near = range(at_most, max(0, at_most - SEARCHED), -1)
+        return next((n for n in near if batch // size % n == 0), 1)
 
     if "accumulate" in given and "micro_batch" not in given:
         return f"--accumulate {largest(args.accumulate)} would fit"
