@@ -9,12 +9,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     0: """under_way cuda_aware domains stages layout schedule kernels memory sums transport
-          formats sampling manners.own manners.launch manners.clock manners.errors manners.hooks
+          formats sampling manners.own manners.launch manners.cgroup
+          manners.malloc manners.clock manners.errors manners.hooks
           manners.streams manners.table saving.blocks cost.counted""",
-    1: """data coding device ledger precision optim manners.guard_messages manners.ending manners.machine
+    1: """data coding device ledger precision optim manners.guard_messages manners.ending manners.cores
           manners.output manners.progress saving.manifest
           cost.bench_table""",
-    2: "manners.guard manners.agree manners.run_log saving.pretrained cost.paper",
+    2: """manners.blas manners.machine manners.guard manners.agree manners.run_log
+          saving.pretrained cost.paper""",
     3: "world manners.options saving.folder cost.pictures",
     4: "comm manners.model_flags manners.optimizer_flags cost.page",
     5: "unit",

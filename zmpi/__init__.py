@@ -10,14 +10,10 @@ import os
 import sys
 from pathlib import Path
 
-from zmpi.manners.launch import (
-    choose_kernels,
-    end_before_mpi,
-    keep_freed_memory,
-    set_threads,
-    use_huge_pages,
-    wait_politely,
-)
+from zmpi.manners.blas import choose_kernels, set_threads
+from zmpi.manners.cores import wait_politely
+from zmpi.manners.launch import end_before_mpi
+from zmpi.manners.malloc import keep_freed_memory, use_huge_pages
 
 __version__ = "0.1.0"
 

@@ -10,7 +10,9 @@ import numpy as np
 from zmpi.comm import Communicator
 from zmpi.layout import Layout
 from zmpi.ledger import Ledger
-from zmpi.manners.launch import cores, kernels_in_use, launcher
+from zmpi.manners.blas import kernels_in_use
+from zmpi.manners.cores import cores
+from zmpi.manners.launch import launcher
 from zmpi.manners.machine import cpu_name
 from zmpi.manners.options import Parser
 from zmpi.manners.start import start, world_flags

@@ -10,8 +10,9 @@ from zmpi.cuda_aware import choose_transport, cuda_awareness
 from zmpi.device import choose_device
 from zmpi.domains import Domain
 from zmpi.manners.agree import agreed
+from zmpi.manners.blas import set_threads
 from zmpi.manners.guard import arm
-from zmpi.manners.launch import lonely_launch, set_threads
+from zmpi.manners.launch import lonely_launch
 from zmpi.under_way import Lane, UnderWay
 
 
@@ -56,7 +57,7 @@ class World:
         self.lane = self.guard.lane = self.guard.lane or self._new_lane()
         self.transport, self.transport_why = self.transport_for(self.device.name, transport)
         self.reduction = reduction
-        self.threads = set_threads(os.environ)  # as they were set before NumPy was loaded
+        self.threads = set_threads(os.environ)
 
     def twin(self, reduction=None, alone=False):
         """This world with another reduction, or with this process as its only rank (every rank has its own then)."""
@@ -141,5 +142,5 @@ class World:
 
 def _program():
     """What opens a line of error: the command that is running, or zmpi."""
-    spec = sys.modules["__main__"].__spec__
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # pdb leaves none
     return spec.name if spec and spec.name.startswith("zmpi.") else "zmpi"

@@ -14,6 +14,7 @@ from zmpi.engine import ZeRO
 from zmpi.ledger import OWNED
 from zmpi.manners.guard import Agreed
 from zmpi.manners.launch import ranks_on_this_node
+from zmpi.manners.machine import free_node_memory
 from zmpi.precision import Policy
 from zmpi.stages import elements_moved, state_bytes
 from zmpi.trace import Trace, aligned
@@ -89,14 +90,8 @@ def everyone(world, value):
 
 def available_bytes():
     """Memory that a rank may still take, if all ranks of its node take as much; None where the system does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            free = next(
-                int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")
-            )
-    except (OSError, StopIteration):
-        return None
-    return free // ranks_on_this_node(os.environ)
+    free = free_node_memory()
+    return None if free is None else free // ranks_on_this_node(os.environ)
 
 
 def _lacking(world, needed):

@@ -1,4 +1,4 @@
-"""What a run ran on, in words."""
+"""What a run runs on: in words, and the memory that it may use."""
 
 import os
 import platform
@@ -6,7 +6,9 @@ import sys
 
 import numpy as np
 
-from zmpi.manners.launch import cores, launcher
+from zmpi.manners.cgroup import memory_left, memory_limit
+from zmpi.manners.cores import cores
+from zmpi.manners.launch import launcher
 
 
 def machine(world):
@@ -35,3 +37,19 @@ def cpu_name():
             )
     except (OSError, StopIteration):
         return platform.processor() or sys.platform
+
+
+def node_memory(system="/"):
+    """(bytes that all processes of this node may use together, what sets that bound). `system`: the root of /proc and /sys."""
+    physical, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit(system)
+    return (limit, "the memory limit is") if limit < physical else (physical, "this machine has")
+
+
+def free_node_memory(system="/"):
+    """Bytes that processes of this node may still take together; None where the system does not say."""
+    try:
+        with open(os.path.join(system, "proc/meminfo"), encoding="ascii") as lines:
+            free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+    return min(free << 10, memory_left(system))

@@ -5,6 +5,8 @@ from math import prod
 
 from models import GPT, MLP
 from models.layer import units
+from zmpi.manners.launch import ranks_on_this_node
+from zmpi.manners.machine import node_memory
 from zmpi.manners.options import named_as_flags, whole
 from zmpi.manners.own import Place, call, load_class, own_or
 from zmpi.manners.table import in_bytes
@@ -96,7 +98,7 @@ def refuse_beyond_memory(args, model, world, stage):
     """Raise ValueError, before a byte is taken, for what this machine cannot hold: Linux ends such processes much later."""
     if world.device.name != "cpu":
         return
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    ranks, (there, bound) = ranks_on_this_node(os.environ), node_memory()
     parameters = sum(
         prod(shape) for unit in units(model).values() for shape in unit.shapes.values()
     )
@@ -112,7 +114,8 @@ def refuse_beyond_memory(args, model, world, stage):
         * args.accumulate,
     }
     for what, nbytes in needed.items():
-        if nbytes > there:
+        if ranks * nbytes > there:
+            each = f" on each of {ranks} ranks" if ranks > 1 else ""
             raise ValueError(
-                f"{what} would take {in_bytes(nbytes)} on each rank, this machine has {in_bytes(there)}"
+                f"{what} would take {in_bytes(nbytes)}{each}; {bound} {in_bytes(there)}"
             )
