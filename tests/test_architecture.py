@@ -11,7 +11,8 @@ FLOORS = {
     0: """under_way cuda_aware domains stages layout schedule kernels memory sums transport
           formats sampling manners.own manners.launch manners.cgroup
           manners.malloc manners.clock manners.errors manners.hooks
-          manners.streams manners.table saving.blocks cost.counted""",
+          manners.streams manners.table saving.blocks cost.counted
+          proof.rows proof.textbook""",
     1: """data coding device ledger precision optim manners.guard_messages manners.ending manners.cores
           manners.output manners.progress saving.manifest
           cost.bench_table""",
@@ -23,10 +24,12 @@ FLOORS = {
     6: "checkpoint",
     7: "engine",
     8: "trial manners.report manners.start saving.resume cost.watch",
-    9: "manners.train_flags trace cost.probes cost.dryrun",
-    10: "cost.estimate",
-    11: "cost.measure cost.plan_tables",
-    12: "train verify export generate bench plan doctor",
+    9: """manners.train_flags trace cost.probes cost.dryrun proof.outcome proof.accounts
+          proof.conduct proof.lifetimes proof.messages proof.sequences proof.walks""",
+    10: "cost.estimate proof.plain proof.saved proof.updates",
+    11: "cost.measure cost.plan_tables proof.gradients",
+    12: "proof.training train export generate bench plan doctor",
+    13: "verify",
 }
 FLOOR = {f"zmpi.{module}": floor for floor, modules in FLOORS.items() for module in modules.split()}
 CORE = ("stages", "layout", "schedule", "unit", "engine")

@@ -166,7 +166,7 @@ def _trial(args, world, point):
         policy = Policy(args.precision, args.prefetch, args.recompute)
     world.reduction_for(policy.recipe)
     text = load_text(args.data, args.context, args.vocab, world.rank, world.size)
-    batches = Batches(text, world.rank, world.size, micro_batch, last_only=args.model == "mlp")
+    batches = Batches.on(world, text, micro_batch, last_only=args.model == "mlp")
     optimizer = AdamW(lr=3e-3, clip=1.0)
     return Trial(
         build, policy, optimizer, args.seed, batches, args.accumulate, args.warm_up, args.steps

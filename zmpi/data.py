@@ -93,6 +93,11 @@ class Batches:
     def __post_init__(self):
         COUNT.of("micro_batch", self.micro_batch)
 
+    @classmethod
+    def on(cls, world, text, micro_batch, last_only):
+        """The share of this rank of a World."""
+        return cls(text, world.rank, world.size, micro_batch, last_only)
+
     def of_step(self, seed, step, accumulate):
         """This rank's micro-batches of a training step: [(inputs, targets), ...]."""
         found = []

@@ -62,7 +62,7 @@ def _run(args, world, argv, held):
         load(zero, manifest.folder)
     if args.init_from:
         resume.init_from(zero, args.init_from)
-    batches = Batches(text, world.rank, world.size, args.micro_batch, one_target(model))
+    batches = Batches.on(world, text, args.micro_batch, one_target(model))
     if args.checkpoint and not keeper:
         keeper = _fresh(args, world, held)
     with world.agreed():

@@ -403,5 +403,5 @@ def test_a_checkpoint_goes_on_on_another_device(comm, folder, there):
 )
 def test_all_promises_are_kept_on_the_gpu(comm, transport, precision):
     rows = list(promises(Trial(gpu_world(transport), precision=precision)))
-    assert [row for row in rows if not row.passed] == []
-    assert len(rows) == 9 - (precision != "float32")
+    assert [row for row in rows if not row.passed or not row.checked] == []
+    assert {row.promise for row in rows} == {"P1", "P1 a", "P1 b", "P1 c", "P2", "P3", "P5"}

@@ -1,0 +1,1 @@
+"""What zmpi.verify checks, a file for each kind of evidence."""

@@ -1,0 +1,50 @@
+"""How a check is carried out: whatever happens inside it ends in a row, or in one sentence, on all ranks."""
+
+from time import monotonic, sleep
+
+import numpy as np
+
+from zmpi.manners.hooks import say
+from zmpi.proof.rows import Row
+from zmpi.trial import sentence
+
+PATIENCE = 5.0  # seconds in which the other ranks fail too, or reach the end of the check
+POLL = 0.002  # seconds
+
+
+def conducted(check, promise, trial):
+    """Yield the rows of check(trial); returns the trial for the next check. Collective.
+
+    An error that all ranks meet is a row. The next check then gets a communicator of its own, which no message of this
+    one reaches. An error that leaves other ranks waiting ends the run, with one line.
+    """
+    world, fault = trial.world, ""
+    with world.guard.waiting("the start of a check"):
+        apart = world.mpi.Dup()
+    try:
+        with np.errstate(all="ignore"):  # what is not a number is a figure, no warning
+            yield from check(trial)
+    except Exception as error:
+        fault = sentence(error)
+    faults = _met(apart, world, fault)
+    apart.Free()
+    found = [(rank, text) for rank, text in enumerate(faults) if text]
+    if not found:
+        return trial
+    rank, text = found[0]
+    on_rank = "" if len(found) == world.size else f" (on rank {rank})"
+    yield Row(promise, check.__name__.replace("_", " "), "ended by an error", False, text + on_rank)
+    return trial.but(world=world.part(world.mpi.Dup()))
+
+
+def _met(apart, world, fault):
+    """Every rank's fault ("": none), once all have ended the check. A rank with a fault does not wait for ever."""
+    mine, everyone = np.array([bool(fault)], np.int64), np.empty(world.size, np.int64)
+    began, request = monotonic(), apart.Iallgather(mine, everyone)
+    with world.guard.waiting("the end of a check"):
+        while not request.Test():
+            if fault and monotonic() - began > PATIENCE:
+                say(f"zmpi.verify: error: rank {world.rank}: {fault}; other ranks wait for it\n")
+                world.mpi.Abort(1)
+            sleep(POLL)
+        return apart.allgather(fault)

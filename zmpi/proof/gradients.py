@@ -1,0 +1,69 @@
+"""The sharded gradient of an engine, against finite differences and against the plain loop's gradient."""
+
+import numpy as np
+
+from zmpi.proof.outcome import parts
+from zmpi.proof.plain import Plain
+from zmpi.proof.rows import Finding, both, first_index, largest, named_index, off
+from zmpi.sums import add_up
+
+MOVE = 3e-6  # of the weights, along a direction of standard normal numbers
+
+
+def exact_slope(zero, data):
+    """(the gradient's slope along a random direction, that of finite differences), of an engine that took one step.
+
+    The optimizer left the weights as they were. The same on all ranks; collective.
+    """
+    units = [*zero.units.values()]
+    draws = [
+        np.random.default_rng(i).standard_normal(unit.layout.padded) for i, unit in enumerate(units)
+    ]
+    directions = [zero.world.device.put(draw) for draw in draws]
+    shares = [
+        float(unit.summed @ along[unit.part]) for unit, along in zip(units, directions, strict=True)
+    ]
+    slope = add_up(zero.comm.gather_scalars([add_up(shares)]).ravel())
+    losses = []
+    for move in (MOVE, -2 * MOVE):
+        for unit, along in zip(units, directions, strict=True):
+            whole = len(unit.parameters) == unit.layout.padded
+            unit.parameters += move * (along if whole else along[unit.part])
+        losses.append(zero.evaluate(data))
+    return slope, (losses[0] - losses[1]) / (2 * MOVE)
+
+
+def plain_gradient(trial, zero):
+    """{full name: Part} of the plain loop's gradient at the weights that the engine's gathers deliver. Collective."""
+    alone = trial.alone()
+    plain = Plain(alone)
+    with zero.gathered() as parameters:
+        weights = {
+            unit: {
+                name: np.array(zero.world.device.get(parameters[layout.prefix + name]))
+                for name in layout.shapes
+            }
+            for unit, layout in plain.layouts.items()
+        }
+    return plain.named(plain.gradient(weights, alone.data(0))[0])
+
+
+def gradient_at_gathered_weights(trial, zero, bound):
+    """The Finding of this rank's shards of the gradient against `plain_gradient`, each relative to its array's largest."""
+    expected = plain_gradient(trial, zero)
+    size = 0.0
+    for unit in zero.units.values():
+        for name, part in parts(unit.layout, unit.part, zero.world.device.get(unit.summed)).items():
+            first, here, there = part.common(expected[name])
+            scale = largest(expected[name].values)
+            size = (
+                max(size, off(here, there))
+                if not scale
+                else max(size, largest(here - there) / scale)
+            )
+            at = first_index(here, there, bound * scale)
+            if at is not None:
+                element = named_index(name, part.shape, first + at)
+                numbers = both(here[at], there[at], "by the plain loop")
+                return Finding(size, f"{trial}, step 1: gradient of {element}: {numbers}")
+    return Finding(size)

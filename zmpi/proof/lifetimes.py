@@ -1,0 +1,94 @@
+"""P3, nothing kept: real lifetimes, by weak references and by what NumPy's (or CuPy's) memory holds."""
+
+import tracemalloc
+import weakref
+from collections import Counter
+
+from zmpi.ledger import Ledger
+from zmpi.proof.rows import Row
+
+# Bytes that NumPy (or CuPy, in blocks of 512) may hold after a step beyond what is named: a third of the large model's
+# smallest unit.
+SLACK = 64 << 10
+PASSING = ("full", "partial", "widened", "sum")  # kinds that live within a step only
+
+
+class Counting(Ledger):
+    """A ledger that also counts how many arrays of each kind are alive, by weak references."""
+
+    def __init__(self):
+        super().__init__()
+        self.living, self.most = Counter(), Counter()
+
+    def track(self, kind, array):
+        """Count the array until its memory is given back."""
+        self.living[kind] += 1
+        self.most[kind] = max(self.most[kind], self.living[kind])
+        weakref.finalize(array, self._count_down, kind).atexit = False
+        return super().track(kind, array)
+
+    def _count_down(self, kind):
+        self.living[kind] -= 1
+
+
+def nothing_is_kept(trial):
+    """At stage 3 at most prefetch + 1 full vectors are alive, none after a step; memory holds what is named, no more."""
+    engine = type(trial.engine.__name__, (trial.engine,), {"make_ledger": Counting})
+    watched = trial.but(engine=engine, models={"large": trial.large}, model="large", stage=3)
+    for prefetch in (0, 1):
+        one = watched.but(prefetch=prefetch)
+        tracemalloc.start()
+        try:
+            figures = _looked_at(one)
+        finally:
+            tracemalloc.stop()
+        yield _row(one, figures)
+
+
+def _looked_at(trial):
+    """{moment: (full vectors alive at most, vectors of a step that are alive, unnamed bytes)} of two steps.
+
+    Bytes are counted after the second step: tracing takes longer than the step.
+    """
+    before, figures = trial.world.device.held_bytes(), {}
+    zero = trial.make()
+    zero.ledger.most.clear()
+    for step in (1, 2):
+        zero.train_step(trial.data(step))
+        # Before anything else is gathered: an evaluation would free what the step has kept.
+        figures[f"after step {step}"] = _alive(zero, before if step == 2 else None)
+        zero.evaluate(trial.data(step))
+        figures[f"after the evaluation of step {step}"] = _alive(zero, None)
+    return figures
+
+
+def _alive(zero, before):
+    """What is alive now. `before`: the bytes that were held before the engine; None: they are not counted."""
+    ledger, device, unnamed = zero.ledger, zero.world.device, 0
+    left = {kind: ledger.living[kind] for kind in PASSING}
+    if before is not None:  # pinned memory is the host's
+        pinned = ledger.alive["pinned"] if device.name != "cpu" else 0
+        unnamed = device.held_bytes() - before - sum(ledger.alive.values()) + pinned
+    return ledger.most["full"], left, unnamed
+
+
+def _row(trial, figures):
+    """The Row of what all ranks saw. Collective."""
+    everyone = trial.world.share(figures)
+    wrong = ""
+    for moment in figures:
+        for rank, (most, left, unnamed) in enumerate(ranks[moment] for ranks in everyone):
+            faults = [f"{most} full vectors were alive together"] * (most > trial.prefetch + 1)
+            faults += [
+                f"{number} {kind} vectors are alive" for kind, number in left.items() if number
+            ]
+            faults += [f"{unnamed:,} bytes are held that are not named"] * (unnamed > SLACK)
+            if faults and not wrong:
+                wrong = f"{trial}, {moment}: {faults[0]} (on rank {rank})"
+    seen = [figure for ranks in everyone for figure in ranks.values()]
+    most = max(figure[0] for figure in seen)
+    left = max(sum(figure[1].values()) for figure in seen)
+    unnamed = max(figure[2] for figure in seen)
+    words = f"{most} at most, {left} after, {unnamed / 1024:.0f} KiB unnamed"
+    text = f"full vectors alive at stage 3, prefetch {trial.prefetch}"
+    return Row("P3", text, words, not wrong, wrong)

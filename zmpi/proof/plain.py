@@ -1,0 +1,118 @@
+"""The same training without ZeRO, on one process: the loop of models/layer.py, over a trial's micro-batches.
+
+In 16 bits the loop makes the three roundings of the recipe: weights before they are used, the partial gradient of
+each micro-batch, and the float32 sum of those.
+"""
+
+import numpy as np
+
+from models import plain_weights
+from models.layer import forward_backward, units, zeros_like
+from zmpi.layout import PIECES, Layout
+from zmpi.optim import Slice, sums_of_squares
+from zmpi.precision import RECIPES, Policy
+from zmpi.proof.outcome import Outcome, Part, Taken
+from zmpi.sums import add_up
+from zmpi.trial import SEED, STEPS
+
+
+def plain_run(trial):
+    """The Outcome of a trial of one rank, without an engine. Updated by zmpi.optim over units padded as at size 1."""
+    plain = Plain(trial)
+    steps = [plain.step(trial.data(step)) for step in range(STEPS)]
+    final = {
+        name: part.values.reshape(part.shape) for name, part in plain.named(plain.stored()).items()
+    }
+    return Outcome("the plain loop", steps, final)
+
+
+class Plain:
+    """A model in training on one process: everything lies in whole vectors, {unit: vector}."""
+
+    def __init__(self, trial):
+        self.model, self.optimizer = trial.models[trial.model], trial.optimizer
+        self.recipe, self.scaler = RECIPES[trial.precision], Policy(trial.precision).scaler()
+        self.layouts = {
+            unit: Layout(unit, spec.prefix, spec.shapes, 1)
+            for unit, spec in units(self.model).items()
+        }
+        # Drawn in float32, so that every precision starts from the same weights.
+        self.masters = self._vectors(
+            plain_weights(self.model, SEED, np.float32), self.recipe.master
+        )
+        self.moments = {
+            unit: {name: np.zeros_like(vector) for name in self.optimizer.moments}
+            for unit, vector in self.masters.items()
+        }
+        self.updates = 0
+
+    def step(self, micro_batches):
+        """The step Taken from [(inputs, targets), ...]."""
+        sums, loss = self.gradient(self._views(self.stored(), self.recipe.compute), micro_batches)
+        gradients = {unit: _rounded(vector, self.recipe.gradient) for unit, vector in sums.items()}
+        norm = self._norm(gradients) / self.scaler.scale
+        self._update(gradients, norm)
+        return Taken(loss, self.named(gradients), norm, self.named(self.stored()))
+
+    def gradient(self, weights, micro_batches):
+        """({unit: scaled gradient of the mean loss}, the mean loss) at these weights, {unit: {local name: array}}."""
+        counted = sum(int((targets >= 0).sum()) for _, targets in micro_batches)
+        sums, losses = {unit: np.zeros_like(v) for unit, v in self.masters.items()}, []
+        for batch in micro_batches:
+            partial = zeros_like(weights)
+            divisor = counted / self.scaler.scale
+            losses.append(forward_backward(self.model, weights, partial, batch, divisor))
+            for unit, vector in self._vectors(partial, self.recipe.partial).items():
+                sums[unit] += _rounded(vector, self.recipe.gradient)
+        return sums, add_up(losses) / counted
+
+    def stored(self):
+        """The parameters as they are stored: the masters, rounded."""
+        return {u: _rounded(vector, self.recipe.parameter) for u, vector in self.masters.items()}
+
+    def named(self, vectors):
+        """{full name: Part} of whole vectors."""
+        found = {}
+        for unit, layout in self.layouts.items():
+            for name, view in layout.views(vectors[unit]).items():
+                found[layout.prefix + name] = Part.whole(view)
+        return found
+
+    def _norm(self, gradients):
+        return add_up(sum(sums_of_squares(vector, PIECES) for vector in gradients.values())) ** 0.5
+
+    def _update(self, gradients, norm):
+        scale, overflow = self.scaler.scale, not np.isfinite(norm)
+        self.scaler.after_step(overflow)
+        if overflow:
+            return
+        self.updates += 1
+        for unit, layout in self.layouts.items():
+            decayed = [
+                (start, stop, len(layout.shapes[name]) >= 2)
+                for name, start, stop in layout.spans(slice(0, layout.padded))
+            ]
+            owned = Slice(self.masters[unit], gradients[unit], self.moments[unit], decayed)
+            factor = self.optimizer.clip_factor(norm) / scale
+            self.optimizer.update(owned, self.updates, factor)
+
+    def _vectors(self, named, dtype):
+        """{unit: {local name: array}} as padded flat vectors of a type."""
+        vectors = {}
+        for unit, layout in self.layouts.items():
+            vectors[unit] = np.zeros(layout.padded, dtype)
+            for name, view in layout.views(vectors[unit]).items():
+                view[...] = named[unit][name]
+        return vectors
+
+    def _views(self, vectors, dtype):
+        return {
+            unit: self.layouts[unit].views(vector.astype(dtype, copy=False))
+            for unit, vector in vectors.items()
+        }
+
+
+def _rounded(vector, dtype):
+    """In another type; what is too large becomes infinite, and is found in the norm."""
+    with np.errstate(over="ignore"):
+        return vector.astype(dtype, copy=False)

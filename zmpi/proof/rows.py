@@ -1,0 +1,94 @@
+"""A row of the verifier's table, and what all ranks agree on before it is printed."""
+
+from dataclasses import dataclass
+from math import isnan
+
+import numpy as np
+
+CLOSE = 1e-5  # relative, where sums are ordered differently (DESIGN: promise P1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: what was compared, how far it is off, whether that keeps the promise, and where not."""
+
+    promise: str
+    compared: str
+    figure: str
+    passed: bool
+    # Of a row that is not kept: stage, reduction, model, step, the first array and index that differ, both numbers.
+    where: str = ""
+    checked: bool = True  # False: it could not be checked here, and the figure says why
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How far one rank found two things apart, and where; no `where`: not too far. The lowest `order` came first."""
+
+    size: float  # relative to the largest number; NaN where one of the two is not a number
+    where: str = ""
+    order: tuple = ()
+
+
+def judged(trial, promise, compared, findings, good="same bits", figure=None):
+    """The Row of the findings of all ranks; None is no finding. Collective: `findings` are this rank's.
+
+    `good` is the figure where nothing is apart; `figure` says another size in words.
+    """
+    found = [finding for finding in findings if finding]
+    mine = min((f for f in found if f.where), key=lambda f: f.order, default=None)
+    first = (mine.order, trial.world.rank, mine.where) if mine else None
+    ranks = trial.world.share((first, _most(f.size for f in found)))
+    wrong, size = [first for first, _ in ranks if first], _most(size for _, size in ranks)
+    words = (figure or _relative)(size) if size else good
+    if trial.tolerance and promise.startswith("P1") and size:
+        words += f"; declared {trial.tolerance:g}"
+    if not wrong:
+        return Row(promise, compared, words, True)
+    _, rank, where = min(wrong)
+    on_rank = "" if len(wrong) == trial.world.size else f" (on rank {rank})"
+    return Row(promise, compared, words, False, where + on_rank)
+
+
+def counted(size):
+    """A figure that counts things."""
+    return f"off by {size:,.0f}"
+
+
+def _relative(size):
+    return "not a number" if isnan(size) else f"off by {size:.1e}, relative"
+
+
+def _most(sizes):
+    """The largest; NaN where one is not a number; 0.0 of none."""
+    return float(np.max([0.0, *sizes]))
+
+
+def largest(array):
+    """The largest magnitude in an array, 0.0 in an empty one."""
+    return float(np.max(np.abs(array))) if array.size else 0.0
+
+
+def off(here, there):
+    """The largest difference of two arrays, relative to the largest number in either: at most 2, 0.0 for the same bits."""
+    if not np.any(here != there):
+        return 0.0
+    scale = np.maximum(largest(here), largest(there))  # np.maximum: NaN stays NaN
+    return float(largest(here - there) / scale)
+
+
+def both(here, there, reference):
+    """Two numbers side by side, in words."""
+    return f"{here:.9g} here, {there:.9g} {reference}"
+
+
+def first_index(here, there, bound=0.0):
+    """The flat index of the first elements that are further apart than `bound`, or None. NaN is far from everything."""
+    apart = ~(np.abs(here - there) <= bound) if bound else here != there
+    found = np.flatnonzero(apart)
+    return int(found[0]) if len(found) else None
+
+
+def named_index(name, shape, flat):
+    """An element as NumPy writes it: "h.0.ln_1.bias[3]"."""
+    return f"{name}[{', '.join(str(int(i)) for i in np.unravel_index(flat, shape))}]"

@@ -1,0 +1,95 @@
+"""P5, nothing lost: a save and a load give every vector back, bit for bit, at another stage and on one rank too."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from zmpi.proof.outcome import parts
+from zmpi.proof.rows import Finding, Row, both, first_index, judged, named_index, off
+
+TAKEN = 2  # steps before the save
+TEXT = "state after a save and a load, then one more step"
+
+
+def saving_loses_nothing(trial):
+    """Save after two steps; load at the same stage, at another, and on one rank; then one more step."""
+    world = trial.world
+    folder = Path(world.share(tempfile.mkdtemp() if world.rank == 0 else None)[0])
+    try:
+        if not all(world.share(folder.is_dir())):
+            why = "the ranks share no temporary folder (set TMPDIR)"
+            yield Row("P5", TEXT, f"not checked: {why}", True, checked=False)
+            return
+        found = []
+        for precision in sorted({trial.precision, "float16"}):
+            one = trial.reduced("ordered").but(precision=precision, model=[*trial.models][-1])
+            found += _round_trip(one, folder / precision)
+        yield judged(trial, "P5", TEXT, found)
+    finally:
+        if world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _round_trip(trial, folder):
+    """Findings of what a load brings back, against the engine that was saved."""
+    saved = trial.make()
+    for step in range(TAKEN):
+        saved.train_step(trial.data(step))
+    saved.save(folder)
+    for one in (trial.but(stage=1), trial.alone().but(stage=0), trial):
+        loaded = one.make()
+        loaded.load(folder)
+        size = loaded.world.size
+        name = f"saved at {trial}, loaded at stage {one.stage} on {size} rank{'s' * (size > 1)}"
+        yield from _differences(loaded, saved, name)
+    both_steps = [zero.train_step(trial.data(TAKEN)) for zero in (loaded, saved)]
+    if both_steps[0] != both_steps[1] and not trial.tolerance:
+        text = f"{name}, step {TAKEN + 1}: loss {both(*both_steps, 'without the load')}"
+        yield Finding(abs(both_steps[0] / both_steps[1] - 1), text, (1,))
+    yield from _differences(loaded, saved, f"{name}, after step {TAKEN + 1}", (2,))
+
+
+def _differences(loaded, saved, name, order=(0,)):
+    """Findings of counters, then of vectors, each the first."""
+    for what, here, there in zip(
+        _counters(loaded), _counters(loaded).values(), _counters(saved).values(), strict=True
+    ):
+        if here != there:
+            yield Finding(1.0, f"{name}: {what}: {here} here, {there} saved", order)
+    mine, its = _vectors(loaded), _vectors(saved)
+    for kind, parameter in (key for key in mine if key in its):
+        part = mine[kind, parameter]
+        first, here, there = part.common(its[kind, parameter])
+        at = first_index(here, there)
+        if at is not None:
+            element = named_index(parameter, part.shape, first + at)
+            text = f"{name}: {kind} of {element}: {both(here[at], there[at], 'saved')}"
+            yield Finding(off(here, there), text, order)
+
+
+def _counters(zero):
+    scaler = zero.scaler
+    return {
+        "step": zero.step,
+        "updates": zero.updates,
+        "seed": zero.seed,
+        "loss scale": scaler.scale,
+        "good steps": scaler.good_steps,
+    }
+
+
+def _vectors(zero):
+    """{(kind, full name): Part} of what this rank holds of the weights and the moments."""
+    found = {}
+    for unit in zero.units.values():
+        vectors = {
+            **unit.moments,
+            "master": unit.parameters if unit.master is None else unit.master,
+            "parameters": unit.parameters,
+        }
+        for kind, vector in vectors.items():
+            whole = len(vector) == unit.layout.padded
+            kept = slice(0, unit.layout.padded) if whole else unit.part
+            named = parts(unit.layout, kept, zero.world.device.get(vector))
+            found |= {(kind, name): part for name, part in named.items()}
+    return found

@@ -1,0 +1,42 @@
+"""The optimizers as a textbook writes them, in float64 and one array at a time: nothing here is shared with zmpi.optim."""
+
+from math import cos, pi, sqrt
+
+import numpy as np
+
+
+def rate(of, t):
+    """The learning rate of update t (from 1): linear up to `warmup`, then constant or half a cosine down to lr/10."""
+    warm = min(1.0, t / of.warmup) if of.warmup else 1.0
+    if of.schedule == "constant" or t <= of.warmup:
+        return of.lr * warm
+    progress = min(1.0, (t - of.warmup) / (of.decay_steps - of.warmup))
+    return of.lr * (0.1 + 0.9 * (1 + cos(pi * progress)) / 2)
+
+
+def clipped(of, norm):
+    """What every gradient is multiplied by, so that the global norm is at most `clip` (0: never clipped)."""
+    return min(1.0, of.clip / norm) if of.clip and norm else 1.0
+
+
+def adamw(of, t, w, g, moments):
+    """AdamW (arXiv 1711.05101, algorithm 2): (new weights, new moments) of one array; matrices alone decay."""
+    decay = rate(of, t) * of.weight_decay if w.ndim >= 2 else 0.0
+    m = of.beta1 * moments["m"] + (1 - of.beta1) * g
+    v = of.beta2 * moments["v"] + (1 - of.beta2) * g**2
+    m_hat, v_hat = m / (1 - of.beta1**t), v / (1 - of.beta2**t)
+    return w - decay * w - rate(of, t) * m_hat / (np.sqrt(v_hat) + of.eps), {"m": m, "v": v}
+
+
+def sgd(of, t, w, g, moments):
+    """Gradient descent with heavy-ball momentum (Polyak 1964): (new weights, new moments) of one array."""
+    decay = rate(of, t) * of.weight_decay if w.ndim >= 2 else 0.0
+    if not of.momentum:
+        return w - decay * w - rate(of, t) * g, {}
+    velocity = of.momentum * moments["momentum"] + g
+    return w - decay * w - rate(of, t) * velocity, {"momentum": velocity}
+
+
+def norm_of(squares):
+    """The global norm of a gradient, from the sums of squares of its parts."""
+    return sqrt(sum(squares))

@@ -1,0 +1,108 @@
+"""P1, same training: runs that must agree with each other, and with the loop without ZeRO."""
+
+from zmpi.layout import PIECES
+from zmpi.optim import SGD
+from zmpi.proof.gradients import exact_slope, gradient_at_gathered_weights
+from zmpi.proof.outcome import run
+from zmpi.proof.plain import plain_run
+from zmpi.proof.rows import CLOSE, Finding, both, judged
+from zmpi.stages import STAGES
+
+
+def stages_agree(trial):
+    """(a) With one micro-batch the four stages give the same bits, with every reduction."""
+    for reduction in trial.reductions:
+        found = []
+        for model in trial.models:
+            of_model = trial.reduced(reduction).but(model=model)
+            runs = [run(of_model.but(stage=stage.number)) for stage in STAGES]
+            found += [one.compared(runs[0], "at stage 0", trial.tolerance) for one in runs[1:]]
+        yield judged(trial, "P1 a", f"stages 1, 2, 3 with stage 0, reduction {reduction}", found)
+
+
+def order_is_kept(trial):
+    """(b) Ordered, three micro-batches: each stage gives the bits of one rank, and of the loop without ZeRO."""
+    split = trial.reduced("ordered").but(accumulate=3)
+    runs = [run(split.but(stage=stage.number)) for stage in STAGES]
+    references = {"one rank": run(split.alone().but(stage=0))}
+    if trial.world.device.name == "cpu":  # the plain loop computes with NumPy
+        references["the plain loop"] = plain_run(split.alone())
+    same = PIECES % trial.world.size == 0
+    for name, reference in references.items():
+        bound = max(trial.tolerance, 0.0 if same else CLOSE)
+        found = [one.compared(reference, f"by {name}", bound) for one in runs]
+        if same:
+            text = f"stages 0-3, ordered, 3 micro-batches, with {name}"
+            yield judged(trial, "P1 b", text, found)
+        else:  # the norm is summed in other pieces: the clipped gradient differs in its last bit
+            yield judged(trial, "P1", f"stages 0-3 with {name} ({PIECES} % ranks is not 0)", found)
+
+
+def narrow_types_follow(trial):
+    """(b) Training in 16 bits, with its loss scale and its roundings, gives the bits of the plain loop in 16 bits."""
+    if trial.world.device.name != "cpu" or PIECES % trial.world.size:
+        return
+    found = []
+    for precision in sorted({"float16", "bfloat16"} - {trial.precision}):
+        split = trial.reduced("ordered").but(precision=precision, accumulate=2)
+        split = split.but(model=[*trial.models][-1])
+        reference = plain_run(split.alone())
+        for stage in (STAGES[0], STAGES[-1]):
+            one = run(split.but(stage=stage.number))
+            found.append(one.compared(reference, "by the plain loop", trial.tolerance))
+    yield judged(trial, "P1 b", "stages 0 and 3 in 16 bits with the plain loop", found)
+
+
+def schedule_changes_nothing(trial):
+    """(c) Prefetch and recomputation change no bit."""
+    trial = trial.but(accumulate=2)
+    plain = run(trial)
+    found = [
+        run(trial.but(prefetch=prefetch, recompute=recompute)).compared(
+            plain, "without either", trial.tolerance
+        )
+        for prefetch, recompute in ((1, False), (0, True), (1, True))
+    ]
+    yield judged(trial, "P1 c", "prefetch, recompute and both with neither", found)
+
+
+def evaluation_agrees(trial):
+    """An evaluation gives the loss that the training step on the same micro-batches gives before its update."""
+    found = []
+    for model in trial.models:
+        for stage in STAGES:
+            one = trial.but(model=model, stage=stage.number, accumulate=2)
+            zero = one.make()
+            evaluated = zero.evaluate(one.data(0))
+            trained = zero.train_step(one.data(0))
+            if not abs(evaluated - trained) <= trial.tolerance * abs(trained):
+                text = f"{one}, step 1: evaluation loss {both(evaluated, trained, 'in training')}"
+                found.append(Finding(abs(evaluated / trained - 1), text))
+    yield judged(trial, "P1", "loss of an evaluation with the training step's", found)
+
+
+def gradient_is_right(trial):
+    """The sharded gradient of the global loss, in float64: against finite differences along a random direction.
+
+    A communicator that rounds makes the loss a staircase: its gradient is compared with the plain loop's at the weights
+    that it delivers.
+    """
+    found = []
+    trial = trial.but(precision="float64", accumulate=2, optimizer=SGD(lr=0.0))
+    for stage in STAGES:
+        one = trial.but(stage=stage.number)
+        zero = one.make()
+        zero.train_step(one.data(0))
+        if trial.tolerance:
+            found.append(gradient_at_gathered_weights(one, zero, trial.tolerance))
+            continue
+        # 1e-6: the differences are off by the square of the step (1e-11) times a third derivative of some thousands
+        slope, expected = exact_slope(zero, one.data(0))
+        size = abs(slope - expected) / abs(expected)
+        if not size <= 1e-6:
+            elsewhere = gradient_at_gathered_weights(one, zero, 1e-6)
+            text = f"{one}, step 1: slope of all weights: {both(slope, expected, 'by differences')}"
+            found.append(Finding(size, elsewhere.where if elsewhere else text))
+    how = "the plain loop's" if trial.tolerance else "finite differences"
+    text = f"gradient with {how}, stages 0-3, float64"
+    yield judged(trial, "P1", text, found, good="equal")
