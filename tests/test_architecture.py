@@ -11,16 +11,16 @@ FLOORS = {
     0: """under_way cuda_aware domains stages layout schedule kernels memory sums transport
           formats sampling manners.own manners.launch manners.cgroup
           manners.malloc manners.clock manners.errors manners.hooks
-          manners.streams manners.table saving.blocks cost.counted
+          manners.streams manners.table saving.files saving.rules cost.counted
           proof.rows proof.textbook""",
     1: """data coding device ledger precision optim manners.guard_messages manners.ending manners.cores
-          manners.output manners.progress saving.manifest
+          manners.output manners.progress saving.blocks
           cost.bench_table""",
     2: """manners.blas manners.machine manners.guard manners.agree manners.run_log
-          saving.pretrained cost.paper""",
-    3: "world manners.options saving.folder cost.pictures",
-    4: "comm manners.model_flags manners.optimizer_flags cost.page",
-    5: "unit",
+          saving.schema saving.pretrained cost.paper""",
+    3: "world manners.options saving.manifest cost.pictures",
+    4: "comm manners.model_flags manners.optimizer_flags saving.found cost.page",
+    5: "unit saving.folder",
     6: "checkpoint",
     7: "engine",
     8: "trial manners.report manners.start saving.resume cost.watch",

@@ -12,7 +12,7 @@ from mpirun import ROOT, run_world
 
 from zmpi.saving.folder import Folder, newest
 from zmpi.saving.manifest import Manifest
-from zmpi.saving.resume import take_settings
+from zmpi.saving.resume import saved_flags, take_settings
 from zmpi.train import parser
 
 DRIVER = Path(__file__).parent / "faults" / "checkpoint_driver.py"
@@ -131,21 +131,36 @@ def test_a_file_that_is_no_log_is_not_written_over(copy, tmp_path, text):
     assert (tmp_path / "notes").read_text() == text
 
 
-def test_a_communicator_of_ones_own_is_kept(tmp_path):
-    mine, flags = tmp_path / "mine.py", ["--checkpoint", tmp_path / "dir"]
-    mine.write_text("from zmpi.comm import Communicator\n\n\nclass Mine(Communicator):\n    pass\n")
-    first = train(2, *MODEL, "--steps", "1", *flags, "--comm", f"{mine}:Mine")
-    assert first.status == 0, first.output
-    mine.rename(tmp_path / "gone.py")
-    refused(
-        train(2, "--resume", "--steps", "2", *flags),
-        "--comm: expected FILE:CLASS",
-        "mine.py is not a file",
-    )
-    again = train(2, "--resume", "--steps", "2", *flags, "--comm", "zmpi")
-    assert again.status == 0, again.output
-    third = train(2, "--resume", "--steps", "3", *flags)
+def test_a_checkpoint_names_no_code_to_run(tmp_path):
+    """A communicator of one's own must be given again, from wherever it lies now; an older checkpoint's is not run."""
+    ran, flags = tmp_path / "ran", ["--checkpoint", tmp_path / "dir"]
+    code = f"from pathlib import Path\nfrom zmpi.comm import Communicator\nPath({str(ran)!r}).touch()\n"
+    (tmp_path / "mine.py").write_text(f"{code}\n\nclass Mine(Communicator):\n    pass\n")
+    first = train(2, *MODEL, "--steps", "1", *flags, "--comm", f"{tmp_path}/mine.py:Mine")
+    assert first.status == 0 and ran.exists(), first.output
+    ran.unlink()
+    told = "--comm: the run used a class of yours, Mine;", "give --comm FILE:Mine again"
+    assert b"mine.py" not in (newest(tmp_path / "dir") / "manifest.json").read_bytes()
+    refused(train(2, "--resume", "--steps", "2", *flags), *told)
+    place = f"{tmp_path}/mine.py:Mine"
+    changed(newest(tmp_path / "dir"), lambda entries: entries["run"]["flags"].update(comm=place))
+    (tmp_path / "dir" / "latest").unlink()
+    refused(train(2, "--resume", "--steps", "2", *flags), *told)
+    assert not ran.exists()
+    (tmp_path / "mine.py").rename(tmp_path / "moved.py")
+    again = train(2, "--resume", "--steps", "2", *flags, "--comm", f"{tmp_path}/moved.py:Mine")
+    assert again.status == 0 and ran.exists(), again.output
+    third = train(2, "--resume", "--steps", "3", *flags, "--comm", "zmpi")
     assert third.status == 0, third.output
+    fourth = train(2, "--resume", "--steps", "4", *flags)
+    assert fourth.status == 0, fourth.output
+
+
+def changed(checkpoint, change):
+    """Change a manifest, and renew its checksum."""
+    manifest = Manifest.read(checkpoint)
+    change(manifest.entries)
+    manifest.write()
 
 
 def test_what_a_killed_save_left_is_replaced(copy):
@@ -210,7 +225,8 @@ def test_where_no_batch_fits_the_ranks_the_numbers_of_ranks_that_would_are_named
     manifest = Manifest.read(newest(saved))
     for size, fitting in ((3, "2 or 4"), (5, "4")):
         with pytest.raises(ValueError, match=f"none fits {size} ranks; {fitting} ranks would fit"):
-            take_settings(parser().parse_args([]), {}, manifest, size)
+            saved_settings = saved_flags(manifest, parser())
+            take_settings(parser().parse_args([]), {}, manifest, saved_settings, size)
 
 
 def test_flags_that_agree_or_are_free_are_none(copy, tmp_path):

@@ -73,7 +73,7 @@ def test_a_folder_that_cannot_be_opened_is_not_held(tmp_path):
     (tmp_path / "dir" / "latest").write_text("nonsense")
     kept = []
     for _ in range(2):
-        with pytest.raises(ValueError, match="latest: names no checkpoint that is there") as error:
+        with pytest.raises(ValueError, match="latest: damaged; delete this file") as error:
             Folder(tmp_path / "dir", keep=3)
         kept.append(error)
 

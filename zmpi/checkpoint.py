@@ -15,11 +15,14 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+from models.layer import units
 from zmpi.domains import Domain
 from zmpi.manners.agree import same_on_all_ranks
-from zmpi.manners.guard import Agreed, UsageError
+from zmpi.manners.errors import Agreed, UsageError, one_line
+from zmpi.manners.hooks import say
 from zmpi.saving.blocks import BlockWriter
-from zmpi.saving.folder import Folder, newest
+from zmpi.saving.folder import Folder
+from zmpi.saving.found import explained, moved_on, newest, read_checkpoint
 from zmpi.saving.manifest import Manifest, unit_entry
 
 SIZES = (
@@ -66,6 +69,7 @@ class Keeper:
             keep = Domain(1, whole=True).of("--keep", keep)
             if world.rank == 0:
                 self._folder = Folder(path, keep, make)
+        self._warn()
 
     def newest(self):
         """The newest complete checkpoint's folder, or None."""
@@ -87,6 +91,7 @@ class Keeper:
             files = self.world.share(record.entry())
             with self.world.agreed():
                 final = self._commit(zero, temporary, files, run) if self._folder else None
+            self._warn()
         except UsageError:
             if self._folder and temporary:
                 self._folder.discard(temporary)
@@ -103,8 +108,16 @@ class Keeper:
             self._folder.close()
 
     def _commit(self, zero, temporary, files, run):
-        Manifest(temporary, {**_describe(zero), "files": files, "run": run}).write()
+        place = self._folder.place_of(temporary)
+        Manifest(temporary, {**place, **_describe(zero), "files": files, "run": run}).write()
         return self._folder.commit(temporary)
+
+    def _warn(self):
+        """Print what the folder has to say, a line each."""
+        guard = self.world.guard
+        while self._folder and self._folder.warnings:
+            line = one_line(self._folder.warnings.pop(0))
+            say(f"{guard.line_start}{guard.program}: warning: {line}\n")
 
 
 def save(zero, path, keep=3):
@@ -115,11 +128,7 @@ def save(zero, path, keep=3):
 
 def find(path, world):
     """The Manifest of the newest complete checkpoint in a folder of them, or of one that is named itself; collective."""
-    with world.agreed():
-        folder = newest(path) if world.rank == 0 else None
-    folder = world.share(folder)[0]
-    with world.agreed():
-        return Manifest.read(folder)
+    return _with_newest(path, world, lambda manifest: None)
 
 
 def load(zero, path):
@@ -128,16 +137,7 @@ def load(zero, path):
     Whatever the number of ranks, the stage and the precision were. Raises UsageError on all ranks, with nothing loaded,
     for another model, another optimizer's moments, or damage, which is named with its file. Returns the Manifest.
     """
-    manifest = find(path, zero.world)
-    with zero.world.agreed():
-        _refuse_others(manifest, zero)
-        missing = [name for name in zero.optimizer.moments if name not in manifest["vectors"]]
-        if missing or len(manifest["vectors"]) != 1 + len(zero.optimizer.moments):
-            found = manifest["optimizer"]["name"]
-            raise ValueError(
-                f"{manifest.folder}: optimizer {found} in the checkpoint, {_name(zero.optimizer)} in this run"
-            )
-    read(zero, manifest, ("master", *zero.optimizer.moments))
+    manifest = _with_newest(path, zero.world, partial(_load, zero))
     zero.step, zero.updates, zero.seed, zero.last = (
         manifest["step"],
         manifest["updates"],
@@ -150,18 +150,22 @@ def load(zero, path):
     return manifest
 
 
-def load_weights(zero, manifest):
+def load_weights(zero, path):
     """Take the weights alone, for a model that is used and not trained on; collective, and checked as load does."""
-    with zero.world.agreed():
-        _refuse_others(manifest, zero)
-    read(zero, manifest, ("master",))
+
+    def use(manifest):
+        with zero.world.agreed():
+            refuse_other_model(manifest, zero.model, zero.policy)
+        read(zero, manifest, ("master",))
+
+    return _with_newest(path, zero.world, use)
 
 
 def read(zero, manifest, vectors):
     """Assign the named vectors of every unit's shards, once all blocks of the checkpoint have been found good."""
-    with zero.world.agreed():
+    with zero.world.agreed(), explained(manifest.folder):
         manifest.check(zero.world.rank, zero.world.size)
-    with zero.world.agreed():
+    with zero.world.agreed(), explained(manifest.folder):
         wanted = sorted(_ranges(zero, manifest, vectors), key=lambda found: found[:2])
         _read_ranges(manifest, wanted, zero.world.device)
     with zero.ledger.as_other():
@@ -169,7 +173,61 @@ def read(zero, manifest, vectors):
             unit.restore()
 
 
+def refuse_other_model(manifest, model, policy):
+    """Raise ValueError for a checkpoint of another model, by the first name that differs. Nothing is allocated yet."""
+    shapes = {
+        spec.prefix + name: tuple(shape)
+        for spec in units(model).values()
+        for name, shape in spec.shapes.items()
+    }
+    fault = manifest.differs(shapes, "this model")
+    if fault:
+        raise ValueError(fault)
+    saved, mine = manifest["model"], _model(model)
+    for name in [*saved, *mine]:
+        if saved.get(name) != mine.get(name):
+            raise ValueError(
+                f"{manifest.folder}: {name}: {saved.get(name)} in the checkpoint, {mine.get(name)} in this model"
+            )
+    if manifest.dtype != policy.recipe.master:
+        kinds = manifest.dtype, policy.recipe.master
+        raise ValueError(
+            f"{manifest.folder}: master: {kinds[0]} in the checkpoint, {kinds[1]} in this run"
+        )
+
+
+def _with_newest(path, world, use):
+    """use(manifest) of the newest complete checkpoint; returns the manifest. Collective, see found.with_newest."""
+    with world.agreed():
+        folder = newest(path) if world.rank == 0 else None
+    while True:
+        folder = world.share(folder)[0]
+        try:
+            with world.agreed(), explained(folder):
+                manifest = read_checkpoint(folder)
+            use(manifest)
+            return manifest
+        except UsageError:
+            newer = moved_on(path, folder) if world.rank == 0 else None
+            newer = world.share(newer)[0]
+            if newer is None:
+                raise
+            folder = newer
+
+
 # -- one rank's part ----------------------------------------------------------------------------------------------------
+
+
+def _load(zero, manifest):
+    with zero.world.agreed():
+        refuse_other_model(manifest, zero.model, zero.policy)
+        missing = [name for name in zero.optimizer.moments if name not in manifest["vectors"]]
+        if missing or len(manifest["vectors"]) != 1 + len(zero.optimizer.moments):
+            found = manifest["optimizer"]["name"]
+            raise ValueError(
+                f"{manifest.folder}: optimizer {found} in the checkpoint, {_name(zero.optimizer)} in this run"
+            )
+    read(zero, manifest, ("master", *zero.optimizer.moments))
 
 
 def _write_shards(zero, path):
@@ -205,34 +263,12 @@ def _read_ranges(manifest, wanted, device):
                 device.read_into(target, partial(reader.read, byte))
 
 
-def _refuse_others(manifest, zero):
-    """A checkpoint of another model, by the first name that differs."""
-    layouts = [unit.layout for unit in zero.units.values()]
-    shapes = {
-        layout.prefix + name: shape for layout in layouts for name, shape in layout.shapes.items()
-    }
-    fault = manifest.differs(shapes, "this model")
-    if fault:
-        raise ValueError(fault)
-    saved, mine = manifest["model"], _model(zero.model)
-    for name in [*saved, *mine]:
-        if saved.get(name) != mine.get(name):
-            raise ValueError(
-                f"{manifest.folder}: {name}: {saved.get(name)} in the checkpoint, {mine.get(name)} in this model"
-            )
-    if manifest.dtype != zero.policy.recipe.master:
-        kinds = manifest.dtype, zero.policy.recipe.master
-        raise ValueError(
-            f"{manifest.folder}: master: {kinds[0]} in the checkpoint, {kinds[1]} in this run"
-        )
-
-
 def _describe(zero):
     """What the manifest says of an engine."""
     return {
         "step": zero.step,
         "updates": zero.updates,
-        "seed": zero.seed,
+        "seed": int(zero.seed),  # it may be NumPy's
         "size": zero.world.size,
         "stage": zero.stage.number,
         "recipe": zero.policy.recipe.name,

@@ -15,7 +15,7 @@ import numpy as np
 
 from zmpi.domains import SIZES, Domain
 from zmpi.formats import LOOKED_AT, not_text, not_uint16, refuse_irregular
-from zmpi.saving.blocks import named
+from zmpi.saving.files import named
 
 COUNT = Domain(1, below=SIZES, whole=True)
 EVALUATED = 128  # held-out sequences of one evaluation, at most

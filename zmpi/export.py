@@ -4,17 +4,18 @@ The folder loads in transformers: GPT2LMHeadModel.from_pretrained(DIR). Weights 
 tied embedding once. They pass through one parameter at a time, each block compared with its checksum.
 """
 
-from contextlib import ExitStack
+import resource
 from pathlib import Path
 from time import perf_counter
 
 from zmpi.manners.options import Parser, alone, file_name
 from zmpi.saving import pretrained
-from zmpi.saving.blocks import Room
-from zmpi.saving.folder import newest
-from zmpi.saving.manifest import Manifest
+from zmpi.saving.found import read_checkpoint, with_newest
+from zmpi.saving.manifest import Readers
+from zmpi.saving.schema import SIZES
 
 COMMAND = "zmpi.export"
+OTHER_FILES = 64  # that a process has open, about
 
 
 def parser():
@@ -43,8 +44,7 @@ def main(argv=None):
     with alone(COMMAND):
         args = parser().parse_args(argv)
         began = perf_counter()
-        manifest = Manifest.read(newest(args.checkpoint))
-        export(manifest, args.to)
+        manifest = with_newest(args.checkpoint, lambda folder: _exported(folder, args.to))
         size, seconds = (
             (Path(args.to) / pretrained.WEIGHTS).stat().st_size / 1e6,
             perf_counter() - began,
@@ -54,24 +54,34 @@ def main(argv=None):
         )
 
 
+def _exported(folder, to):
+    manifest = read_checkpoint(folder)
+    export(manifest, to)
+    return manifest
+
+
 def export(manifest, to):
     """Write the weights of a checkpoint into a folder. Raises ValueError for what is no GPT, or damaged: nothing is written."""
-    sizes = dict(manifest["model"])
-    if sizes.pop("kind") != "GPT":
+    model = manifest["model"]
+    if model["kind"] != "GPT":
         raise ValueError(
-            f"{manifest.folder}: only a transformer has a published format, this is a {manifest['model']['kind']}"
+            f"{manifest.folder}: only a transformer has a published format, this is a {model['kind']}"
         )
-    sizes["layers"] = sizes.pop("depth")
-    with ExitStack() as stack:
-        room = (
-            Room()
-        )  # all files are open, so that a job at work cannot take them away; one block is in memory
-        readers = [
-            stack.enter_context(manifest.open(file, room)) for file in range(len(manifest.files))
-        ]
+    sizes = {"layers" if name == "depth" else name: model[name] for name in SIZES["GPT"]}
+    with Readers(manifest, _files_at_once(len(manifest.files))) as readers:
         pretrained.write(
             to, sizes, manifest.shapes, lambda name: manifest.read_parameter(name, readers)
         )
+
+
+def _files_at_once(wanted):
+    """How many of so many files may be open. Raises the soft limit of this process where it is in the way."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - OTHER_FILES))
 
 
 if __name__ == "__main__":

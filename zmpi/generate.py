@@ -5,7 +5,7 @@ then the window moves on with every token, and with it all positions: the window
 """
 
 from models import GPT, MLP
-from zmpi.checkpoint import find, load_weights
+from zmpi.checkpoint import find, load_weights, refuse_other_model
 from zmpi.coding import Bytes, Ids, Voice, Words
 from zmpi.engine import ZeRO
 from zmpi.manners.agree import same_on_all_ranks
@@ -16,6 +16,7 @@ from zmpi.optim import SGD
 from zmpi.precision import Policy
 from zmpi.sampling import generate
 from zmpi.saving.pretrained import END_OF_TEXT, PUBLISHED_VOCAB
+from zmpi.saving.schema import SIZES
 
 COMMAND = "zmpi.generate"
 
@@ -51,7 +52,8 @@ def main(argv=None):
     with world.agreed():
         if (args.prompt is None) == (args.prompt_ids is None):
             raise ValueError("--prompt: give either --prompt or --prompt-ids")
-        model = _build(manifest)
+        model, policy = _build(manifest), Policy(manifest["recipe"])
+        refuse_other_model(manifest, model, policy)
         coding = _coding(args, manifest)
         tokens = coding.encode(args)
         _refuse(tokens, model, args)
@@ -64,9 +66,9 @@ def main(argv=None):
         world,
         stage=3 if world.size > 1 else 0,
         optimizer=SGD(),
-        policy=Policy(manifest["recipe"]),
+        policy=policy,
     )
-    load_weights(zero, manifest)
+    load_weights(zero, args.checkpoint)
     with world.agreed():
         voice = Voice(coding, tokens, silent=world.rank != 0)
     for token in generate(zero, tokens, args, coding, lambda: voice.closed):
@@ -107,14 +109,13 @@ def _stop(text):
 
 def _build(manifest):
     """The checkpoint's model."""
-    sizes = dict(manifest["model"])
-    kinds = {"GPT": GPT, "MLP": MLP}
-    kind = kinds.get(sizes.pop("kind"))
-    if kind is None:
+    model, kinds = manifest["model"], {"GPT": GPT, "MLP": MLP}
+    if model["kind"] not in kinds:
         raise ValueError(
-            f"{manifest.folder}: expected a {' or '.join(kinds)}, got a {manifest['model']['kind']}"
+            f"{manifest.folder}: expected a {' or '.join(kinds)}, got a {model['kind']}"
         )
-    return kind(layers=sizes.pop("depth"), **sizes)
+    sizes = {name: model[name] for name in SIZES[model["kind"]]}
+    return kinds[model["kind"]](layers=sizes.pop("depth"), **sizes)
 
 
 def _refuse(tokens, model, args):

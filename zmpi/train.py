@@ -99,7 +99,8 @@ def _take_settings(args, world, argv, manifest):
     leave_defaults(args, "model", SIZES, given)
     leave_defaults(args, "optimizer", HYPERPARAMETERS, given)
     if manifest:
-        resume.take_settings(args, given, manifest, world.size)
+        saved = resume.saved_flags(manifest, parser())
+        resume.take_settings(args, given, manifest, saved, world.size)
     elif args.init_from:
         resume.take_sizes(args, given)
     world.reduction = args.reduction

@@ -10,7 +10,7 @@ from pathlib import Path
 from zmpi.cost.bench_table import NOTES, heading, point_of, stage_rows, sweep_table
 from zmpi.manners.output import Output
 from zmpi.manners.table import seconds
-from zmpi.saving.blocks import named
+from zmpi.saving.files import named
 
 START = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>zmpi bench</title>"""

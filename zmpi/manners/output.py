@@ -15,7 +15,7 @@ import os
 from contextlib import contextmanager, suppress
 from stat import S_ISREG
 
-from zmpi.saving.blocks import named
+from zmpi.saving.files import named
 
 HEAD = 1 << 24  # bytes at the beginning of a file that are read to recognise it
 

@@ -8,10 +8,11 @@ record that names them, so nobody has to read a file as a whole to trust a part 
 import hashlib
 import os
 import zlib
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import numpy as np
+
+from zmpi.saving.files import Damaged, named, open_file
 
 BLOCK = 1 << 20  # bytes
 
@@ -37,15 +38,6 @@ class Record:
 def digest_of(sums):
     """A file's digest, from its block sums."""
     return hashlib.sha256(b"".join(number.to_bytes(4, "little") for number in sums)).hexdigest()
-
-
-@contextmanager
-def named(path):
-    """The operating system's errors become ValueErrors that name the file in one line."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from None
 
 
 class BlockWriter:
@@ -101,17 +93,16 @@ class Room:
 class BlockReader:
     """A file of a Record, read in whole blocks, each compared with its sum. One block is in memory at a time, in `room`.
 
-    Raises ValueError for a missing file, another length than recorded, or a block whose sum is wrong: each names the file.
+    Raises Damaged for a missing file, another length than recorded, or a block whose sum is wrong: each names the file.
     """
 
     def __init__(self, path, record, room=None):
         self.path, self.record, self._room = path, record, room or Room()
-        with named(path):
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115  (closed by __exit__)
-            found = os.fstat(self._file.fileno()).st_size
+        self._file = open_file(path, buffering=0)  # closed by __exit__
+        found = os.fstat(self._file.fileno()).st_size
         if found != record.bytes:
             self._file.close()
-            raise ValueError(f"{path}: {found} bytes, expected {record.bytes}: damaged")
+            raise Damaged(f"{path}: {found} bytes, expected {record.bytes}: damaged")
 
     def __enter__(self):
         return self
@@ -147,7 +138,7 @@ class BlockReader:
                 ):
                     done += count
             if done < length or zlib.crc32(block) != self.record.sums[number]:
-                raise ValueError(
+                raise Damaged(
                     f"{self.path}: the block at byte {number * BLOCK} has another checksum: damaged"
                 )
             room.holds = self, number
@@ -156,28 +147,10 @@ class BlockReader:
 
 def sampled_checksum(path, samples=64, length=1 << 16):
     """The CRC-32 of a file's length and of samples, evenly spread: tells files apart without reading them as a whole."""
-    with named(path), open(path, "rb") as file:
+    with open_file(path) as file, named(path):
         size = os.fstat(file.fileno()).st_size
         checksum = zlib.crc32(str(size).encode())
         for i in range(samples):
             file.seek(max(0, size - length) * i // (samples - 1))
             checksum = zlib.crc32(file.read(length), checksum)
     return checksum
-
-
-def sync_folder(path):
-    """Make sure that a folder's entries (new files, renames) are on disk."""
-    with named(path):
-        folder = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def write_text(path, text):
-    """Write a small file and make sure that it is on disk."""
-    with named(path), open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -6,89 +6,70 @@
     DIR/.flock                      locked by the job at work. Only the lock counts, and it dies with the process
 
 A folder gets its final name when all in it is on disk; that is the moment from which the checkpoint is complete. Then
-`latest` moves. A job killed in between leaves a complete checkpoint that is not marked: the next job marks it. No MPI in here.
+`latest` moves. A job killed in between leaves a complete checkpoint that is not marked: the next job marks it. What
+cannot be removed ends no run: it is a line in `warnings`, and is tried again at the next save. No MPI in here.
 """
 
+import errno
 import fcntl
-import re
+import os
 import shutil
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
-from zmpi.saving.blocks import named, sync_folder, write_text
-from zmpi.saving.manifest import JSON, digest_of
+from zmpi.saving.files import Damaged, named, sync_folder, write_text
+from zmpi.saving.found import LATEST, NAME, identify, newest, save_of
+from zmpi.saving.manifest import DIGEST, JSON, digest_of
 
-LATEST, SAVING, REMOVING, MARKING = "latest", ".saving-", ".removing-", ".latest"
-NAME = re.compile(r"step-(\d{8,})-save-(\d+)")
-MARK = re.compile(rf"({NAME.pattern}) ([0-9a-f]{{64}})\n")
-
-
-def newest(path):
-    """The newest complete checkpoint's folder, for a folder of checkpoints (or one of them, which is then meant itself).
-
-    Raises ValueError where there is none, or where `latest` is damaged.
-    """
-    path = Path(path)
-    if (path / JSON).exists():
-        return path
-    mark = path / LATEST
-    if not mark.exists():
-        fault = "no complete checkpoint in it" if path.is_dir() else "no such folder"
-        raise ValueError(f"{path}: {fault}")
-    with named(mark):
-        found = MARK.fullmatch(mark.read_bytes().decode(errors="replace"))
-    if not found or not (path / found[1]).is_dir():
-        raise ValueError(
-            f"{mark}: names no checkpoint that is there: damaged (without it the newest one is taken)"
-        )
-    digest = digest_of(path / found[1])
-    if (
-        digest is not None and digest != found[4]
-    ):  # a manifest that is damaged itself is named when it is read
-        raise ValueError(f"{mark}: another checksum than that of {found[1]}/{JSON}: damaged")
-    return path / found[1]
+SAVING, REMOVING, MARKING = ".saving-", ".removing-", ".latest"
+LOCK = ".flock"
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)  # Lustre, NFS
 
 
 class Folder:
     """A job's hold on a folder of checkpoints, which is made if `make` says so. Opening it cleans up after a killed job.
 
-    Raises ValueError where it cannot be made or written, another job holds it, or `latest` is damaged.
+    `warnings` are lines for the user; whoever prints one takes it out. Raises ValueError where the folder cannot be made
+    or written, another job holds it, or `latest` is damaged.
     """
 
     def __init__(self, path, keep, make=True):
-        self.path, self.keep = Path(path), keep
-        if (self.path / JSON).exists():
-            raise ValueError(f"{path}: is one checkpoint, not a folder of them")
-        if not self.path.is_dir() and (self.path.exists() or not make):
-            raise ValueError(
-                f"{path}: {'not a folder' if self.path.exists() else 'no such folder'}"
-            )
-        if not make and not self.complete():
-            raise ValueError(f"{path}: no complete checkpoint in it")
+        self.path, self.keep, self.warnings = Path(path), keep, []
+        self._newest = self._run = None  # the marked checkpoint's folder, and the id of its run
+        self._known, self._warned = (
+            {},
+            set(),
+        )  # {name: Found}, each read once; and what was warned of
+        self._check(make)
         with named(path):
             self.path.mkdir(exist_ok=True)
-            self._lock = open(self.path / ".flock", "ab")  # noqa: SIM115  (held until close, or the process's end)
+        self._lock = self._locked()
         try:
-            with named(path):
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ValueError as error:
-            self._lock.close()
-            raise ValueError(
-                f"{path}: in use by another job ({str(error).rpartition(': ')[2]})"
-            ) from None
-        try:
+            if not sync_folder(self.path):
+                self._warn(path, "this file system cannot sync folders: a power cut may undo saves")
             self._repair()
-        except ValueError:
+            if not make and not self.complete():
+                raise ValueError(f"{path}: no complete checkpoint in it")
+        except (ValueError, OSError):
             self._lock.close()
             raise
 
     def complete(self):
-        """Folders of the complete checkpoints, in the order in which they were saved."""
-        found = {
-            int(match[2]): path
-            for path in self.path.iterdir()
-            if (match := NAME.fullmatch(path.name))
-        }
-        return [found[save] for save in sorted(found)]
+        """Folders of the run's complete checkpoints, in the order in which they were saved.
+
+        One of another run, or whose name is not its own, is passed over with a warning.
+        """
+        own = []
+        for one in self._found():
+            fault = one.fault
+            if not fault and None not in (self._run, one.run) and one.run != self._run:
+                fault = "it belongs to another run"
+            if fault and one.path != self._newest:
+                self._warn(one.path, f"passed over: {fault}")
+            else:
+                own.append(one.path)
+        return own
 
     def begin(self, step):
         """A new temporary folder for a checkpoint of that step.
@@ -96,26 +77,33 @@ class Folder:
         First removes what a job killed within `commit` left beyond `keep`: not on opening, as a job that cannot read the
         newest checkpoint may yet want the others.
         """
-        self._prune()
-        complete = self.complete()
-        save = int(NAME.fullmatch(complete[-1].name)[2]) + 1 if complete else 1
+        self._tidy(SAVING, REMOVING)
+        names = [path.name.removeprefix(SAVING).removeprefix(REMOVING) for path in self._entries()]
+        save = 1 + max(map(save_of, filter(NAME.fullmatch, names)), default=0)
         temporary = self.path / f"{SAVING}step-{step:08d}-save-{save}"
         with named(temporary):
             temporary.mkdir()
         return temporary
+
+    def place_of(self, temporary):
+        """What the manifest in a temporary folder says of its place: {"run_id": the run, "save": which of its saves}."""
+        self._run = self._run or uuid.uuid4().hex
+        return {"run_id": self._run, "save": save_of(temporary.name.removeprefix(SAVING))}
 
     def commit(self, temporary):
         """Make a temporary folder, in which all is on disk, the newest checkpoint; remove those beyond `keep`."""
         final = self.path / temporary.name.removeprefix(SAVING)
         with named(final):
             temporary.rename(final)
-        sync_folder(self.path)
         try:
+            sync_folder(self.path)
             self._mark(final)
         except ValueError:
-            final.rename(temporary)  # it counts no more than one that was not written
+            with suppress(OSError):
+                final.rename(temporary)  # it counts no more than one that was not written
             raise
-        self._prune()
+        sync_folder(self.path)
+        self._tidy(REMOVING)
         return final
 
     def discard(self, temporary):
@@ -126,11 +114,93 @@ class Folder:
         """Let other jobs use the folder."""
         self._lock.close()
 
+    # -- opening --------------------------------------------------------------------------------------------------
+
+    def _check(self, make):
+        path, parent = self.path, self.path.parent
+        if (path / JSON).exists():
+            raise ValueError(f"{path}: is one checkpoint, not a folder of them")
+        if not path.is_dir() and (path.exists() or not make):
+            raise ValueError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}")
+        if not parent.exists():
+            raise ValueError(
+                f"--checkpoint: {path}: No such file or directory: its parent must exist (mkdir -p {parent})"
+            )
+        if not make and not any(NAME.fullmatch(entry.name) for entry in self._entries()):
+            raise ValueError(f"{path}: no complete checkpoint in it")
+
+    def _locked(self):
+        """The open lock file. Only EWOULDBLOCK says that another job has it; without locks the user is warned."""
+        with named(self.path):
+            lock = open(self.path / LOCK, "ab", opener=_without_waiting)  # noqa: SIM115  (held until close)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                fault = f"this file system has no locks ({error.strerror})"
+                self._warn(self.path, f"{fault}: make sure that no other job uses this folder")
+                return lock
+            lock.close()
+            busy = "in use by another job (" if error.errno == errno.EWOULDBLOCK else "flock: ("
+            raise ValueError(f"{self.path}: {busy}{error.strerror})") from None
+        return lock
+
+    def _repair(self):
+        """Remove what killed jobs left of checkpoints, and mark the newest one that is complete."""
+        with named(self.path):
+            (self.path / MARKING).unlink(missing_ok=True)
+        self._newest = newest(self.path) if (self.path / LATEST).exists() else None
+        self._run = self._run_among(self._found())
+        complete = self.complete()
+        if complete and complete[-1] != self._newest:
+            self._mark(complete[-1])
+            sync_folder(self.path)
+        self._remove_leftovers(SAVING, REMOVING)
+
+    # -- what is in it --------------------------------------------------------------------------------------------
+
+    def _entries(self):
+        with named(self.path):
+            return sorted(self.path.iterdir())
+
+    def _found(self):
+        """The Found of every checkpoint's folder, the newest last; each manifest is read once."""
+        found = []
+        for path in self._entries():
+            if NAME.fullmatch(path.name) and not self._was_being_removed(path):
+                if path.name not in self._known:
+                    self._known[path.name] = identify(path)
+                found.append(self._known[path.name])
+        return sorted(
+            filter(None, found), key=lambda one: (one.save, one.path == self._newest, one.order)
+        )
+
+    def _was_being_removed(self, path):
+        """Whether a checkpoint's folder is what is left of one: without a manifest, and older than the marked one."""
+        older = self._newest and save_of(path.name) < save_of(self._newest.name)
+        return older and not any(os.path.exists(path / name) for name in (JSON, DIGEST))
+
+    def _run_among(self, found):
+        """The folder's run: the marked checkpoint's. Raises ValueError where none is marked, and there are several runs."""
+        known = [one for one in found if one.run and not one.fault]
+        if self._newest:
+            last = save_of(self._newest.name)  # where this one is damaged, those before it tell
+            return next((one.run for one in reversed(known) if one.save <= last), None)
+        if len({one.run for one in known}) > 1:
+            other = next(one for one in known if one.run != known[-1].run)
+            names = f"{other.path.name} and {known[-1].path.name}"
+            raise ValueError(
+                f"{self.path}: {names} are of different runs, and there is no {LATEST}: move those of one run away"
+            )
+        return known[-1].run if known else None
+
+    # -- changing it ----------------------------------------------------------------------------------------------
+
     def _mark(self, final):
         """Move `latest`."""
         digest = digest_of(final)
         if digest is None:
-            raise ValueError(f"{final / JSON}: damaged")
+            raise Damaged(f"{final / JSON}: damaged")
         mark = self.path / MARKING
         try:
             write_text(mark, f"{final.name} {digest}\n")
@@ -139,23 +209,59 @@ class Folder:
         except ValueError:
             mark.unlink(missing_ok=True)
             raise
-        sync_folder(self.path)
+        self._newest = final
+
+    def _tidy(self, *kinds):
+        """Remove what is not kept. Nothing that goes wrong here is worth a run."""
+        try:
+            self._remove_leftovers(*kinds)
+            self._prune()
+        except ValueError as error:
+            self._warn(self.path, f"old checkpoints are not removed: {error}")
 
     def _prune(self):
         """Remove the checkpoints beyond `keep`. What a killed job leaves of one does not look like one."""
         for path in self.complete()[: -self.keep]:
             leaving = self.path / f"{REMOVING}{path.name}"
-            with named(path):
+            try:
                 path.rename(leaving)
-                shutil.rmtree(leaving)
+            except (
+                OSError
+            ) as error:  # EXDEV in a lower layer of overlayfs: in place, the manifest first
+                leaving = path
+                try:
+                    (path / JSON).unlink(missing_ok=True)
+                    (path / DIGEST).unlink(missing_ok=True)
+                except OSError:
+                    self._warn(path, f"cannot be removed now: {error.strerror}")
+                    continue
+            self._remove(leaving)
 
-    def _repair(self):
-        """Remove what killed jobs left of checkpoints, and mark the newest one that is complete."""
-        with named(self.path):
-            for path in self.path.iterdir():
-                if path.name.startswith((SAVING, REMOVING)):
-                    shutil.rmtree(path)
-            (self.path / MARKING).unlink(missing_ok=True)
-        complete = self.complete()
-        if complete and (not (self.path / LATEST).exists() or newest(self.path) != complete[-1]):
-            self._mark(complete[-1])
+    def _remove_leftovers(self, *kinds):
+        for path in self._entries():
+            if path.name.startswith(kinds) or (
+                NAME.fullmatch(path.name) and self._was_being_removed(path)
+            ):
+                self._remove(path)
+
+    def _remove(self, path):
+        """Remove a folder, or a link to one; where that fails, as much of it as goes."""
+        try:
+            if path.is_symlink() or not path.is_dir():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
+        except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            if os.path.lexists(path):
+                self._warn(path, f"cannot be removed now: {error.strerror}")
+
+    def _warn(self, path, words):
+        """A line for the user, once."""
+        if (path, words) not in self._warned:
+            self._warned.add((path, words))
+            self.warnings.append(f"{path}: {words}")
+
+
+def _without_waiting(path, flags):
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)

@@ -7,11 +7,15 @@ rank. That file holds, unit by unit, the rank's shard of the master and then of 
     unit h.0:    master [shard_length]   ...
 
 So element e of a unit's vector lies in the file of rank e // shard_length, whatever the stage was.
+
+A manifest is data: it never names code to run, or a file outside its folder but the text that was trained on. Whoever
+reads one gets every field checked (schema.py).
 """
 
 import hashlib
 import json
 import sys
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -19,9 +23,12 @@ from pathlib import Path
 
 import numpy as np
 
-from zmpi.saving.blocks import BlockReader, Record, named, sync_folder, write_text
+from zmpi.saving.blocks import BlockReader, Record, Room
+from zmpi.saving.files import JSON_BYTES, Damaged, parse_json, read_file, sync_folder, write_text
+from zmpi.saving.rules import TEXT, check, whole
+from zmpi.saving.schema import check_entries
 
-VERSION = 1  # of the format
+VERSION = 1  # of the format: it rises when older readers would go wrong; a key that they may ignore does not raise it
 JSON, DIGEST = "manifest.json", "manifest.sha256"
 
 
@@ -39,8 +46,9 @@ class Piece:
 class Manifest:
     """`entries` is the JSON, `folder` where its files lie.
 
-    Its keys: format, byteorder, step, updates, seed, size, stage, recipe, master (type), vectors (names), scaler,
-    optimizer, model, units, files, and run (of the command: flags and data; null from Python).
+    Its keys: format, byteorder, run_id and save (which save of which run; missing in older ones), step, updates, seed,
+    size, stage, recipe, master (type), vectors (names), scaler, optimizer, model, units, files, and run (of the command:
+    flags, data, and code: {flag: class} of what the user's own files were for; null from Python).
     """
 
     folder: Path
@@ -50,15 +58,14 @@ class Manifest:
     def read(cls, folder):
         """The manifest of a checkpoint's folder. Raises ValueError where it is missing, damaged or of a newer format."""
         path = Path(folder) / JSON
-        with named(path):
-            text = path.read_bytes()
-        with named(path.with_name(DIGEST)):
-            noted = path.with_name(DIGEST).read_bytes()
+        text = read_file(path, JSON_BYTES)
+        noted = read_file(path.with_name(DIGEST), 1024)
         if noted != _noted(text).encode():
-            raise ValueError(
+            raise Damaged(
                 f"{path}: another checksum than in {DIGEST} beside it: one of the two is damaged"
             )
-        entries = json.loads(text)
+        entries = parse_json(text, path)
+        check(entries, {"format": whole(1), "byteorder": TEXT}, path)
         if entries["format"] > VERSION:
             raise ValueError(
                 f"{path}: format {entries['format']} is newer than this zmpi reads ({VERSION})"
@@ -67,6 +74,7 @@ class Manifest:
             raise ValueError(
                 f"{path}: saved on a {entries['byteorder']}-endian machine, this one is {sys.byteorder}-endian"
             )
+        check_entries(entries, path)
         return cls(Path(folder), entries)
 
     def write(self):
@@ -82,6 +90,8 @@ class Manifest:
         sync_folder(self.folder)
 
     def __getitem__(self, key):
+        if key not in self.entries:
+            raise ValueError(f"{self.folder / JSON}: {key} is missing")
         return self.entries[key]
 
     # -- what is in it --------------------------------------------------------------------------------------------
@@ -127,7 +137,7 @@ class Manifest:
         records = [Record(**entry) for entry in self["files"]]
         for record in records:
             if not record.is_whole():
-                raise ValueError(f"{self.folder / record.name}: its record in {JSON} is damaged")
+                raise Damaged(f"{self.folder / record.name}: its record in {JSON} is damaged")
         return records
 
     def open(self, file, room=None):
@@ -171,6 +181,37 @@ class Manifest:
         return out.reshape(self.shapes[name])
 
 
+class Readers:
+    """BlockReaders of all files of a checkpoint, by index; one block of memory for all. A context manager.
+
+    They stay open, so that a job at work cannot take the files away; beyond `most` the one that was opened first is
+    closed, and opened again where it is needed.
+    """
+
+    def __init__(self, manifest, most):
+        self._manifest, self._most, self._room, self._open = manifest, most, Room(), OrderedDict()
+        try:
+            for file in range(min(most, len(manifest.files))):
+                self[file]
+        except ValueError:
+            self.__exit__()
+            raise
+
+    def __getitem__(self, file):
+        if file not in self._open:
+            if len(self._open) == self._most:
+                self._open.popitem(last=False)[1].__exit__()
+            self._open[file] = self._manifest.open(file, self._room)
+        return self._open[file]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        while self._open:
+            self._open.popitem()[1].__exit__()
+
+
 def unit_entry(layout):
     """A unit as the manifest lists it, from its layout."""
     parameters = [
@@ -188,9 +229,9 @@ def unit_entry(layout):
 def digest_of(folder):
     """SHA-256 of a checkpoint's manifest, if that is what is noted beside it; else None."""
     try:
-        text = (Path(folder) / JSON).read_bytes()
-        noted = (Path(folder) / DIGEST).read_bytes()
-    except OSError:
+        text = read_file(Path(folder) / JSON, JSON_BYTES)
+        noted = read_file(Path(folder) / DIGEST, 1024)
+    except ValueError:
         return None
     return hashlib.sha256(text).hexdigest() if noted == _noted(text).encode() else None
 

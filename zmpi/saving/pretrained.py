@@ -15,7 +15,7 @@ import numpy as np
 
 from zmpi.formats import LOOKED_AT, container, refuse_irregular
 from zmpi.manners.output import Output
-from zmpi.saving.blocks import named
+from zmpi.saving.files import named
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 SIZES = {

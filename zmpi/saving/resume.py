@@ -1,7 +1,8 @@
 """Where the settings of a run come from if it goes on from something: the checkpoint's manifest, or a folder of weights.
 
 A flag that is not given takes the saved value; one that is given must agree with it, unless it is in FREE: those change
-how the same training is carried out. Evaluations, logs and checkpoints are each run's own.
+how the same training is carried out. Evaluations, logs and checkpoints are each run's own. A file with code of the
+user's own (CODE) is never saved, so that no checkpoint names code to run: it must be given again.
 """
 
 import platform
@@ -12,8 +13,11 @@ import numpy as np
 
 from zmpi.data import described
 from zmpi.manners.agree import same_on_all_ranks
+from zmpi.manners.errors import UsageError
 from zmpi.saving import pretrained
 from zmpi.saving.blocks import sampled_checksum
+from zmpi.saving.manifest import JSON
+from zmpi.saving.schema import SIZES
 
 FREE = (
     "stage",
@@ -42,44 +46,93 @@ OPTIMIZER = (
 )
 SEARCHED = 10_000  # numbers that are tried for one that divides a batch
 SCALING = ("loss_scale", "loss_scale_window")  # free too, if the precision is the same
+SAVED = ("data", "seed", *MODEL, *OPTIMIZER, *SCALING, *FREE)
+CODE = ("model", "optimizer", "comm")  # what may be FILE:CLASS, a class of the user's own
 
 
 def describe_run(args, zero, text):
     """What the manifest keeps of a command's run: its flags, resolved, the data and the position in it."""
-    flags = {
-        name: getattr(args, name) for name in ("data", "seed", *MODEL, *OPTIMIZER, *SCALING, *FREE)
-    }
+    flags = {name: getattr(args, name) for name in SAVED}
     flags["heads"] = getattr(zero.model, "heads", None)
     flags |= {name: value for name, value in asdict(zero.optimizer).items() if name in flags}
     if args.data != "builtin":
         flags["data"] = str(Path(args.data).resolve())
-    path, _, name = (args.comm or "").rpartition(":")
-    if path:
-        flags["comm"] = f"{Path(path).resolve()}:{name}"
+    code = {name: class_of(flags.pop(name)) for name in CODE if class_of(flags[name])}
     batch = args.micro_batch * args.accumulate * zero.world.size
     position = {
         "global_batch": batch,
         "next_step": zero.step + 1,
         "sequences_seen": zero.step * batch,
     }
-    return {"flags": flags, "data": {**described(text, args.data), **position}}
+    return {"flags": flags, "code": code, "data": {**described(text, args.data), **position}}
 
 
-def take_settings(args, given, manifest, size):
-    """Complete `args` from a manifest; `given` holds the flags of the command line. Raises ValueError for a contradiction."""
+def class_of(value):
+    """The CLASS of a setting FILE:CLASS; "" for any other."""
+    return value.rpartition(":")[2] if isinstance(value, str) and ":" in value else ""
+
+
+def saved_flags(manifest, parser):
+    """{flag: value} that a run is continued with. Raises ValueError for what the command line would not take either.
+
+    Without those that were a class of the user's own: older checkpoints name its file, which nobody asked to run.
+    """
+    path = manifest.folder / JSON
     if manifest["run"] is None:
         raise ValueError(
             f"{manifest.folder}: saved by a script, not by zmpi.train; go on from it with zero.load"
         )
-    saved = dict(manifest["run"]["flags"])
+    flags = manifest["run"]["flags"]
+    kept = [name for name in flags if not (name in CODE and class_of(flags[name]))]
+    words = []
+    for name in kept:
+        flag, value = f"--{name.replace('_', '-')}", flags[name]
+        if name not in SAVED:
+            raise ValueError(f"{path}: {flag} is no flag that a run is continued with")
+        if value is not None and value is not False:
+            words.append(flag if value is True else f"{flag}={value}")
+    try:
+        parsed = vars(parser.parse_args(words))
+    except UsageError as error:
+        raise ValueError(f"{path}: {error}") from None
+    unset = [name for name in (*MODEL, *OPTIMIZER, "comm") if flags.get(name, 0) is None]
+    saved = {name: None if name in unset else parsed[name] for name in kept}
+    for name in SIZES.get(manifest["model"]["kind"], ()):
+        flag, size = "layers" if name == "depth" else name, manifest["model"][name]
+        if saved.get(flag) != size:
+            raise ValueError(f"{path}: --{flag}: {saved.get(flag)} contradicts the model's {size}")
+    return saved
+
+
+def take_settings(args, given, manifest, saved, size):
+    """Complete `args` from the saved flags. Raises ValueError for a contradiction.
+
+    `given` holds the flags of the command line; `size` is the number of ranks.
+    """
     if given.get("precision", saved["precision"]) != saved["precision"]:
         saved = {name: value for name, value in saved.items() if name not in SCALING}
+    _need_code(given, manifest)
     _take(args, given, saved, (*FREE, *SCALING, "data"), manifest.folder)
     _fit_batch(args, given, manifest["run"]["data"]["global_batch"], size)
     if args.steps < manifest["step"]:
         raise ValueError(
             f"--steps: {args.steps} in total, but {manifest['step']} are done ({manifest.folder})"
         )
+
+
+def _need_code(given, manifest):
+    """Raise ValueError where the run had a class of the user's own that is not given again."""
+    run = manifest["run"]
+    older = {name: class_of(run["flags"].get(name)) for name in CODE}
+    for name, kind in {**older, **run.get("code", {})}.items():
+        if kind and name not in given:
+            otherwise = ", or --comm zmpi for zmpi's own" if name == "comm" else ""
+            raise ValueError(
+                f"--{name}: the run used a class of yours, {kind}; a checkpoint names no code to run:"
+                f" give --{name} FILE:{kind} again{otherwise}"
+            )
+        if kind and name not in FREE and class_of(given[name]) != kind:
+            raise ValueError(f"--{name}: {given[name]} contradicts {kind} ({manifest.folder})")
 
 
 def same_text(text, args, manifest):
@@ -170,3 +223,4 @@ def _what_fits(args, given, batch, size):
     follows = "accumulate" not in given
     accumulate = "" if follows else f" --accumulate {batch // size // micro_batch}"
     return f"--micro-batch {micro_batch}{accumulate} would fit"
+

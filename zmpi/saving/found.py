@@ -1,0 +1,168 @@
+"""What a folder of checkpoints holds: the one that `latest` marks, and which of the others are of the same run. No MPI here.
+
+A checkpoint is of one run, whose id is made at the first save into the folder and stands in every manifest after that
+(older ones have none: theirs follows from seed, model and data). Its name repeats the manifest's step and save. Where
+two have the same save number the marked one is the newer, then that of the higher step, then of the higher checksum.
+"""
+
+import hashlib
+import json
+import re
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from zmpi.saving.files import Damaged, read_file
+from zmpi.saving.manifest import JSON, Manifest, digest_of
+
+LATEST = "latest"
+NAME = re.compile(r"step-(\d{8,})-save-(\d+)")
+MARK = re.compile(rf"({NAME.pattern}) ([0-9a-f]{{64}})\n")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder whose name is a checkpoint's."""
+
+    path: Path
+    step: int
+    save: int
+    digest: str  # of its manifest; "" where that is damaged
+    run: (
+        str | None
+    )  # the id of its run; None where the manifest is damaged: then only its name says whose it is
+    fault: str  # why it is not what its name says; ""
+
+    @property
+    def order(self):
+        """Checkpoints of one run sort by this, the newest last."""
+        return self.save, self.step, self.digest
+
+
+def identify(path):
+    """The Found of a folder, or None if its name is no checkpoint's."""
+    name = NAME.fullmatch(path.name)
+    if not name or not path.is_dir():
+        return None
+    step, save = int(name[1]), int(name[2])
+    try:
+        manifest = Manifest.read(path)
+    except Damaged:
+        return Found(path, step, save, "", None, "")
+    except ValueError as error:
+        return Found(path, step, save, "", None, str(error))
+    return Found(path, step, save, digest_of(path) or "", run_of(manifest), _misnamed(manifest))
+
+
+def read_checkpoint(folder):
+    """The Manifest of a checkpoint's folder. Raises ValueError also where the folder's name is another checkpoint's."""
+    manifest = Manifest.read(folder)
+    fault = _misnamed(manifest)
+    if fault:
+        raise ValueError(f"{folder}: {fault}")
+    return manifest
+
+
+def _misnamed(manifest):
+    """How the name of a manifest's folder differs from what is in it, in words; "" where it does not."""
+    name = NAME.fullmatch(manifest.folder.name)
+    step, save = (manifest.entries.get(key) for key in ("step", "save"))
+    if not name or (step in (None, int(name[1])) and save in (None, int(name[2]))):
+        return ""
+    return f"renamed: its manifest is of step {step}" + (f", save {save}" if save else "")
+
+
+def save_of(name):
+    """The number of a save, from the name of a checkpoint's folder."""
+    return int(NAME.fullmatch(name)[2])
+
+
+def run_of(manifest):
+    """The id of a manifest's run."""
+    run = manifest.entries.get("run") or {}
+    kept = [manifest.entries.get("seed"), manifest.entries.get("model")]
+    kept += [run.get("data", {}).get(name) for name in ("tokens", "kind", "crc32")]
+    derived = hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:32]
+    return manifest.entries.get("run_id", derived)
+
+
+def newest(path):
+    """The newest complete checkpoint's folder, for a folder of checkpoints (or one of them, which is then meant itself).
+
+    Raises ValueError where there is none, or where `latest` is damaged.
+    """
+    path, before = Path(path), None
+    if (path / JSON).exists():
+        return path
+    if not (path / LATEST).exists():
+        fault = "no complete checkpoint in it" if path.is_dir() else "no such folder"
+        raise ValueError(f"{path}: {fault}")
+    while True:  # a job at work may mark a newer one, and remove this one meanwhile
+        content = read_file(path / LATEST, 1024)
+        try:
+            return _marked(path, content)
+        except Damaged:
+            if content == before:
+                raise
+            before = content
+
+
+def _marked(path, content):
+    mark, found = path / LATEST, MARK.fullmatch(content.decode(errors="replace"))
+    way_out = "delete this file to resume from the newest complete checkpoint"
+    if not found:
+        raise Damaged(f"{mark}: damaged; {way_out}")
+    if not (path / found[1]).is_dir():
+        raise Damaged(f"{mark}: points to a missing checkpoint, {found[1]}; {way_out}")
+    digest = digest_of(path / found[1])
+    if digest not in (None, found[4]):  # a manifest that is damaged itself is named when it is read
+        raise Damaged(
+            f"{mark}: another checksum than that of {found[1]}/{JSON}: damaged; {way_out}"
+        )
+    return path / found[1]
+
+
+def with_newest(path, use):
+    """use(folder) of the newest complete checkpoint, and what that returns.
+
+    Once more with the next one where a job at work has saved that, and removed this one, meanwhile.
+    """
+    folder = newest(path)
+    while True:
+        try:
+            with explained(folder):
+                return use(folder)
+        except ValueError:
+            newer = moved_on(path, folder)
+            if newer is None:
+                raise
+            folder = newer
+
+
+def moved_on(path, folder):
+    """The newest complete checkpoint, if that is no longer `folder`; else None."""
+    try:
+        found = newest(path)
+    except (ValueError, OSError):
+        return None
+    return None if found == folder else found
+
+
+@contextmanager
+def explained(folder):
+    """The error of a damaged checkpoint also says how to resume from the one before it."""
+    try:
+        yield
+    except Damaged as error:
+        raise Damaged(f"{error}{_way_out(folder)}") from None
+
+
+def _way_out(folder):
+    name, mark = NAME.fullmatch(folder.name), folder.parent / LATEST
+    if not name or not mark.exists():
+        return ""
+    others = [(int(m[2]), m[0]) for p in folder.parent.iterdir() if (m := NAME.fullmatch(p.name))]
+    before = [other for other in others if other[0] < int(name[2])]
+    if not before:
+        return f" ({folder.parent} holds no other complete checkpoint)"
+    return f"; to resume from {max(before)[1]}, delete {folder} and {mark}"

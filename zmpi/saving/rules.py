@@ -1,0 +1,86 @@
+"""What the fields of a JSON file must be, written as data: a checkpoint may be damaged or foreign, and none is trusted.
+
+A schema is a Rule; a list [schema] for an array of any length; or a dictionary {key: schema} for an object, which may have
+further keys. A key that ends in "?" may be missing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+
+LARGEST = (1 << 53) - 1  # whole numbers up to here are exact in every JSON reader
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition on one value, and its words for an error."""
+
+    expected: str
+    holds: Callable
+
+
+def whole(lowest=0, highest=LARGEST):
+    """A whole number within bounds."""
+    words = f"a whole number from {lowest} to {highest}"
+    return Rule(words, lambda value: type(value) is int and lowest <= value <= highest)
+
+
+def or_null(rule):
+    """What a rule allows, or null."""
+    return Rule(f"{rule.expected}, or null", lambda value: value is None or rule.holds(value))
+
+
+def one_of(*values):
+    """One of a few strings."""
+    words = f"one of {', '.join(values)}"
+    return Rule(words, lambda value: isinstance(value, str) and value in values)
+
+
+def _is_number(value):
+    return type(value) in (int, float) and abs(value) < 1e300 and isfinite(value)
+
+
+def _is_text(value):
+    return isinstance(value, str) and len(value) <= 4096 and (value.isprintable() or not value)
+
+
+def _is_file_name(value):
+    return _is_text(value) and "/" not in value and "\\" not in value and value.strip(".") != ""
+
+
+NUMBER = Rule("a finite number", _is_number)
+TEXT = Rule("a printable string of at most 4096 characters", _is_text)
+FILE_NAME = Rule("a file's name without a folder", _is_file_name)
+SCALAR = Rule(
+    "a number, a printable string, true, false or null",
+    lambda value: value is None or type(value) is bool or _is_number(value) or _is_text(value),
+)
+
+
+def check(value, schema, where):
+    """Raise ValueError, which opens with `where` and the field's place, for the first field that breaks its rule."""
+    if isinstance(schema, Rule):
+        if not schema.holds(value):
+            raise ValueError(f"{where}: expected {schema.expected}, got {_shown(value)}")
+    elif isinstance(schema, list):
+        if not isinstance(value, list):
+            raise ValueError(f"{where}: expected an array, got {_shown(value)}")
+        for number, item in enumerate(value):
+            check(item, schema[0], f"{where}[{number}]")
+    else:
+        if not isinstance(value, dict):
+            raise ValueError(f"{where}: expected an object, got {_shown(value)}")
+        for key, rule in schema.items():
+            name = key.removesuffix("?")
+            if name in value:
+                check(value[name], rule, f"{where}: {name}")
+            elif key == name:
+                raise ValueError(f"{where}: {name} is missing")
+
+
+def _shown(value):
+    """A value in a few characters: of an error's line it is the least trusted part."""
+    if isinstance(value, (list, dict)):
+        return "an array" if isinstance(value, list) else "an object"
+    words = ascii(value) if not isinstance(value, int) or abs(value) <= 1 << 128 else "a larger one"
+    return words if len(words) <= 60 else f"{words[:57]}..."

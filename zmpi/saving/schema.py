@@ -1,0 +1,102 @@
+"""What the fields of a checkpoint's manifest must be, each alone and against the others: it may be damaged, or foreign.
+
+After `check_entries` no offset leads out of a file, no file lies outside the folder, and no size is made up: all of them
+follow from the bytes that are on disk. Nothing in a manifest names code to run.
+"""
+
+from math import prod
+
+from zmpi.precision import RECIPES
+from zmpi.saving.rules import FILE_NAME, NUMBER, SCALAR, TEXT, Rule, check, one_of, or_null, whole
+
+UNSIGNED = (1 << 32) - 1
+SUMS = Rule(
+    "an array of 32-bit numbers",
+    lambda sums: (
+        isinstance(sums, list) and all(type(one) is int and 0 <= one <= UNSIGNED for one in sums)
+    ),
+)
+SCALARS = Rule(
+    "an object of numbers, strings, true, false and null",
+    lambda flags: isinstance(flags, dict) and all(map(SCALAR.holds, [*flags, *flags.values()])),
+)
+PARAMETER = {"name": TEXT, "shape": [whole()], "offset": whole()}
+UNIT = {"name": TEXT, "prefix": TEXT, "elements": whole(), "padded": whole()}
+UNIT |= {"shard_length": whole(), "parameters": [PARAMETER]}
+MANIFEST = {
+    "run_id?": TEXT,
+    "save?": whole(1),
+    "step?": whole(),
+    "updates?": whole(),
+    "seed?": whole(-(1 << 127), 1 << 127),
+    "size?": whole(1),
+    "stage?": SCALAR,
+    "recipe?": one_of(*RECIPES),
+    "master?": one_of("float32", "float64"),
+    "vectors?": [TEXT],
+    "scaler?": {"scale": NUMBER, "good_steps": whole(), "window": or_null(whole())},
+    "optimizer?": {"name": TEXT},
+    "model?": {"kind": TEXT},
+    "units?": [UNIT],
+    "files?": [{"name": FILE_NAME, "bytes": whole(), "digest": TEXT, "sums": SUMS}],
+}
+TRAINED = {"tokens": whole(), "kind": TEXT, "crc32": whole(0, UNSIGNED), "python?": TEXT}
+TRAINED |= {"global_batch": whole(1, 1 << 31)}
+CODE = Rule(
+    "an object of names",
+    lambda code: isinstance(code, dict) and all(map(TEXT.holds, [*code, *code.values()])),
+)
+RUN = {"flags": SCALARS, "data": TRAINED, "code?": CODE}  # of a manifest that the command wrote
+SIZES = {  # of the models that are built from a manifest
+    "GPT": ("depth", "width", "heads", "context", "vocab"),
+    "MLP": ("depth", "width", "context", "vocab"),
+}
+
+
+def check_entries(entries, path):
+    """Raise ValueError, which names the manifest and the field, for the first field that cannot be."""
+    check(entries, MANIFEST, path)
+    if entries.get("run") is not None:
+        check(entries["run"], RUN, f"{path}: run")
+        check(entries["run"]["data"], SCALARS, f"{path}: run: data")
+    if {"units", "files", "vectors", "master"} <= entries.keys():
+        _check_sizes(entries, path)
+    if "model" in entries:
+        check(entries["model"], SCALARS, f"{path}: model")
+        _check_model(entries, path)
+
+
+def _check_sizes(entries, path):
+    units, files, vectors = entries["units"], entries["files"], entries["vectors"]
+    if vectors[:1] != ["master"] or len(set(vectors)) < len(vectors):
+        raise ValueError(f"{path}: vectors: expected master and other names")
+    if not files or len({file["name"] for file in files}) < len(files):
+        raise ValueError(f"{path}: files: expected one or more, of different names")
+    itemsize = {"float32": 4, "float64": 8}[entries["master"]]
+    each = sum(unit["shard_length"] for unit in units) * len(vectors) * itemsize
+    for file in files:
+        if file["bytes"] != each:
+            raise ValueError(f"{path}: files: expected {each} bytes in {file['name']}")
+    names = set()
+    for unit in units:
+        name, padded = unit["name"], unit["padded"]
+        if unit["shard_length"] * len(files) != padded or unit["elements"] > padded:
+            raise ValueError(f"{path}: units: {name}: its sizes contradict each other")
+        for parameter in unit["parameters"]:
+            shape, offset = parameter["shape"], parameter["offset"]
+            if len(shape) > 32 or offset + prod(shape) > unit["elements"]:
+                raise ValueError(f"{path}: units: {name}: {parameter['name']} is not within it")
+            names.add(unit["prefix"] + parameter["name"])
+    if len(names) < sum(len(unit["parameters"]) for unit in units):
+        raise ValueError(f"{path}: units: a parameter is listed twice")
+
+
+def _check_model(entries, path):
+    """A model is built from its sizes: none of them is beyond what its parameters come to."""
+    units = entries.get("units", [])
+    elements = sum(unit["elements"] for unit in units)
+    bounds = {
+        name: whole(1, len(units) if name == "depth" else elements)
+        for name in SIZES.get(entries["model"]["kind"], ())
+    }
+    check(entries["model"], bounds, f"{path}: model")
