@@ -11,7 +11,7 @@ from zmpi.manners.model_flags import build_model, model_flags
 from zmpi.manners.options import Parser, alone, file_name, named_as_flags, real, whole
 from zmpi.manners.table import in_bytes, short, table, unit_for
 from zmpi.precision import RECIPES, Policy
-from zmpi.saving.blocks import named
+from zmpi.saving.files import named
 from zmpi.stages import STAGES, state_bytes
 
 COMMAND = "zmpi.plan"
