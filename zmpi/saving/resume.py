@@ -223,4 +223,3 @@ def _what_fits(args, given, batch, size):
     follows = "accumulate" not in given
     accumulate = "" if follows else f" --accumulate {batch // size // micro_batch}"
     return f"--micro-batch {micro_batch}{accumulate} would fit"
-
