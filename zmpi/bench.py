@@ -1,4 +1,4 @@
-"""mpirun -n 4 python -m zmpi.bench: what every stage costs here, formula and measurement side by side."""
+"""mpirun -n 4 python -m zmpi.bench: benchmarks every stage on this machine, formula next to measurement."""
 
 import json
 import re

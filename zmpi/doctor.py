@@ -1,4 +1,4 @@
-"""mpirun -n 2 python -m zmpi.doctor: is this MPI usable, is it CUDA-aware, what has each rank, how fast are messages?"""
+"""mpirun -n 2 python -m zmpi.doctor: checks your MPI: does it work, is it CUDA-aware, how fast are messages?"""
 
 import os
 import platform

@@ -153,7 +153,7 @@ def _memory(rows):
         one.set_title(f"stage {row['stage']}", loc="left", fontsize=10)
         one.set_xlim(0, len(moments) - 1)
         one.set_ylabel(f"array memory ({name})")
-        one.set_xlabel("looks at memory over one step, in order")
+        one.set_xlabel("memory samples over one step")
         one.margins(y=0.18)
     for one in axes.flat[len(rows) :]:
         one.set_visible(False)
