@@ -3,7 +3,8 @@
 Run:        mpirun -n 4 python examples/10_gather_once.py
 Last line:  10 ok: 2 instead of 3 elements moved a parameter, the same bits, and the whole model alive at the turn
 
-Also: mpirun -n 4 python -m zmpi.verify --comm examples/10_gather_once.py:GatherOnce   (which says that it gives up P3)
+Also: mpirun -n 4 python -m zmpi.verify --comm examples/10_gather_once.py:GatherOnce
+      says that it gives up P3.
 """
 
 from dataclasses import replace

@@ -22,6 +22,18 @@ def promise(path):
     )
 
 
+def test_every_command_in_an_examples_first_lines_can_be_pasted():
+    """No brackets around what is optional, no remark behind it: a shell has a meaning for both."""
+    commands = re.compile(r"(?:^|[ :])((?:mpirun -n \d+ )?python (?:-m|examples/).*)$", re.M)
+    found = {
+        path.name: commands.findall(path.read_text(encoding="utf-8").split('"""')[1])
+        for path in EXAMPLES
+    }
+    assert all(found.values()) and sum(map(len, found.values())) > len(found)
+    special = re.compile(r"[^\w ./:=-]")
+    assert [line for lines in found.values() for line in lines if special.search(line)] == []
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_ends_in_its_line(path):
     ranks, arguments, last = promise(path)
