@@ -171,6 +171,19 @@ def test_a_file_that_one_rank_cannot_read_is_an_error_on_all(tmp_path):
     assert "rank 1" in lines[0] and "Permission denied" in lines[0]
 
 
+def test_a_command_whose_text_does_not_fit_on_the_disk_fails():
+    """What it prints is all that it makes. zmpi.train's is not: see test_log_file.py."""
+    for command in ("plan --params 1e6 --ranks 2", "plan --help", "bench --help", "doctor"):
+        with open("/dev/full", "w") as full:
+            ended = subprocess.run(
+                [sys.executable, "-m", *f"zmpi.{command}".split()],
+                cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=100,
+            )  # fmt: skip
+        name = f"zmpi.{command.split()[0]}"
+        assert ended.returncode == 2, command
+        assert ended.stderr == f"{name}: error: stdout: No space left on device\n"
+
+
 @pytest.mark.parametrize("flag", ["--help", "--version"])
 def test_help_and_version_are_printed_once(flag):
     world = run_world(3, ["-m", "zmpi.train", flag], timeout=60)

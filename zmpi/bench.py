@@ -17,6 +17,7 @@ from zmpi.manners.model_flags import SEEDS, build_model, model_flags, refuse_bey
 from zmpi.manners.options import Parser, check_files, file_name, named_as_flags, real, whole
 from zmpi.manners.output import Output
 from zmpi.manners.start import start, world_flags
+from zmpi.manners.streams import check_printed
 from zmpi.optim import AdamW
 from zmpi.precision import RECIPES, Policy
 
@@ -125,6 +126,7 @@ def _run(args, world, held):
     with world.agreed():
         if world.rank == 0:
             _write(args, reports, *outputs)
+        check_printed()
 
 
 def _stages(text):

@@ -16,6 +16,7 @@ from zmpi.manners.launch import launcher
 from zmpi.manners.machine import cpu_name
 from zmpi.manners.options import Parser
 from zmpi.manners.start import start, world_flags
+from zmpi.manners.streams import check_printed
 from zmpi.manners.table import table
 
 COMMAND = "zmpi.doctor"
@@ -66,6 +67,8 @@ def main(argv=None):
         )
         print(rates)
         print(verdict(world, threads, aware, wrong), flush=True)
+    with world.agreed():
+        check_printed()
     if wrong:
         raise SystemExit(1)
 

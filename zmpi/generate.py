@@ -12,6 +12,7 @@ from zmpi.manners.agree import same_on_all_ranks
 from zmpi.manners.model_flags import SEEDS
 from zmpi.manners.options import Parser, file_name, real, whole
 from zmpi.manners.start import start, world_flags
+from zmpi.manners.streams import check_printed
 from zmpi.optim import SGD
 from zmpi.precision import Policy
 from zmpi.sampling import generate
@@ -75,6 +76,7 @@ def main(argv=None):
         voice.say(token)
     with world.agreed():
         voice.end()
+        check_printed()
 
 
 def _coding(args, manifest):

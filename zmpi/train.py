@@ -20,6 +20,7 @@ from zmpi.manners.progress import NothingTrained, Progress
 from zmpi.manners.report import opening, summary
 from zmpi.manners.run_log import LogLost, RunLog, open_log
 from zmpi.manners.start import engine_of, start
+from zmpi.manners.streams import check_printed
 from zmpi.manners.train_flags import check_outputs, refuse, train_flags
 from zmpi.precision import Policy
 from zmpi.saving import resume
@@ -177,6 +178,7 @@ def _train(zero, batches, args, outputs, saving):
         saving.now()
     # below the bar, which another stream may still be drawing
     _say(world, "\n" + summary(zero, log, median(seconds)))
+    _warn(world, _not_printed())
     if args.trace:
         write_trace(trace, zero)
     if fault:
@@ -232,6 +234,14 @@ def _say(world, text):
     if world.rank == 0:
         tqdm.write(text)
         sys.stdout.flush()
+
+
+def _not_printed():
+    """A warning where what the run said is not complete: it trained, and its files are."""
+    try:
+        check_printed()
+    except ValueError as error:
+        return f"{error}; not all was printed"
 
 
 def _warn(world, text):

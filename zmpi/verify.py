@@ -9,6 +9,7 @@ from argparse import ArgumentTypeError
 from zmpi.manners.options import Parser, real
 from zmpi.manners.own import own_or
 from zmpi.manners.start import engine_of, start, world_flags
+from zmpi.manners.streams import check_printed
 from zmpi.proof.accounts import state_is_exact, volumes_are_exact
 from zmpi.proof.conduct import conducted
 from zmpi.proof.lifetimes import nothing_is_kept
@@ -74,6 +75,8 @@ def main(argv=None):
         (f"not kept: {', '.join(given_up)}" if given_up else "all promises kept") + open_,
         flush=True,
     )
+    with world.agreed():
+        check_printed()
     sys.exit(1 if given_up else 0)
 
 

@@ -10,7 +10,7 @@ from zmpi import __version__
 from zmpi.domains import SIZES, Domain
 from zmpi.manners.guard import UsageError, one_line
 from zmpi.manners.launch import launched_rank
-from zmpi.manners.streams import forgiving_output
+from zmpi.manners.streams import check_printed, forgiving_output
 
 
 class Told(Exception):
@@ -164,14 +164,13 @@ def alone(command):
     """
     if launched_rank(os.environ):
         raise SystemExit(0)
-    forgiving_output(f"{command}: error")
+    forgiving_output()
     try:
-        yield
-        sys.stdout.flush()
-        if getattr(sys.stdout, "incomplete", False):
-            raise SystemExit(UsageError.status)
-    except Told as told:
-        print(told, end="", flush=True)
+        try:
+            yield
+        except Told as told:
+            print(told, end="")
+        check_printed()
     except KeyboardInterrupt:
         print(f"{command}: ended by SIGINT", file=sys.stderr, flush=True)
         raise SystemExit(130) from None

@@ -7,7 +7,7 @@ from zmpi.manners.guard import UsageError, one_line
 from zmpi.manners.launch import end_before_mpi
 from zmpi.manners.options import FileName, Told, real
 from zmpi.manners.own import Place, load_class
-from zmpi.manners.streams import forgiving_output
+from zmpi.manners.streams import check_printed, forgiving_output
 from zmpi.world import MPI, World
 
 WORLD = ("device", "transport", "reduction", "timeout")  # the flags that a World is made of
@@ -36,7 +36,7 @@ def world_flags(group, timeout=300):
 
 def start(parser, argv):
     """(arguments, world) of the command. --help and --version are printed once and end it, and so does a wrong flag."""
-    forgiving_output(f"{parser.prog}: warning")
+    forgiving_output()
     _load_mpi(parser.prog)
     fault = told = None
     settings = {"device": "cpu"}
@@ -53,8 +53,10 @@ def start(parser, argv):
             raise ValueError(str(fault))
     same_on_all_ranks(world, {"--help": "asked for" if told else "not asked for"})
     if told:
-        if world.rank == 0:
-            print(told, end="", flush=True)
+        with world.agreed():
+            if world.rank == 0:
+                print(told, end="")
+            check_printed()
         raise SystemExit(0)
     flags = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
     same_on_all_ranks(world, {flag: _common(value) for flag, value in flags.items()})

@@ -10,23 +10,14 @@ import sys
 
 
 class Stream(io.TextIOWrapper):
-    """A text stream that goes to the null device from its first failure on.
+    """A text stream that goes to the null device from its first failure on. That is no error by itself: see check_printed."""
 
-    Where nobody reads it any more, nothing is said. Any other failure (a full disk) is one line on stderr, that begins with
-    `opening`, such as "zmpi.train: warning".
-    """
-
-    failure = opening = None  # the OSError, once there is one
+    failure = None  # the OSError, once there is one
 
     @property
     def lost(self):
         """Whether what is written goes nowhere."""
         return self.failure is not None
-
-    @property
-    def incomplete(self):
-        """Whether somebody may take what was written for the whole."""
-        return self.lost and self.failure.errno != errno.EPIPE
 
     def write(self, text):
         """As TextIOWrapper's."""
@@ -50,13 +41,18 @@ class Stream(io.TextIOWrapper):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.fileno())  # what is still buffered goes there too
         os.close(null)
-        if self.incomplete and self.opening:
-            fault = f"stdout: {error.strerror}; the rest is not printed"
-            print(f"{self.opening}: {fault}", file=sys.stderr, flush=True)
 
 
-def forgiving_output(opening):
-    """Make stdout and stderr Streams; `opening` as Stream has it. A closed one (`>&-`) becomes the null device.
+def check_printed():
+    """Raise ValueError if a part of what was printed did not get where it should (a full disk). A reader may leave early."""
+    sys.stdout.flush()
+    failure = getattr(sys.stdout, "failure", None)  # a test's stream has none
+    if failure and failure.errno != errno.EPIPE:
+        raise ValueError(f"stdout: {failure.strerror}")
+
+
+def forgiving_output():
+    """Make stdout and stderr Streams. A closed one (`>&-`) becomes the null device.
 
     What the terminal's encoding lacks is shown as "?". Called before anything is opened: else the
     first file, or a socket of MPI's, would be number 1, and be printed to.
@@ -67,8 +63,6 @@ def forgiving_output(opening):
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
     sys.stdout = sys.__stdout__ = _forgiving(sys.stdout, 1, "replace")
-    if isinstance(sys.stdout, Stream):
-        sys.stdout.opening = opening
     sys.stderr = sys.__stderr__ = _forgiving(sys.stderr, 2, "backslashreplace")  # Python's own
 
 
