@@ -1,5 +1,6 @@
 """Everything that a person can get wrong on the command line: one line, printed once, status 2, nothing written."""
 
+import gzip
 import os
 import re
 import subprocess
@@ -105,6 +106,8 @@ def files(folder):
     (folder / "empty").write_bytes(b"")
     (folder / "short").write_bytes(b"12345678")
     (folder / "odd.bin").write_bytes(b"123")
+    (folder / "text.gz").write_bytes(gzip.compress(bytes(100)))
+    os.mkfifo(folder / "pipe")
     (folder / "large.bin").write_bytes(np.full(100, 300, "<u2").tobytes())
     (folder / "text.json").write_bytes(bytes(100))
     (folder / "link.json").symlink_to(folder / "text.json")
@@ -125,6 +128,8 @@ def files(folder):
         f"--data {folder}/empty": f"{folder}/empty: 0 tokens",
         f"--data {folder}/short": f"{folder}/short: 8 tokens; a window needs --context + 1 = 9: use a longer text or --context 7",
         f"--data {folder}/odd.bin": f"{folder}/odd.bin",
+        f"--data {folder}/text.gz": f"--data: {folder}/text.gz: expected text, got gzip",
+        f"--data {folder}/pipe": f"--data: expected a file, got {folder}/pipe (a pipe)",
         f"--data {folder}/large.bin": f"{folder}/large.bin: token 300 is not below --vocab 256; use --vocab 301",
         f"--log {folder}": "--log:",
         f"--log {folder}/none/log": "--log:",

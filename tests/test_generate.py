@@ -15,6 +15,8 @@ from small_models import spread
 from models import GPT, MLP, plain_weights, unit_of
 from zmpi.coding import Bytes, Growing, Ids, Voice, Words
 from zmpi.device import choose_device
+from zmpi.generate import parser
+from zmpi.manners.errors import UsageError
 from zmpi.manners.streams import Stream
 from zmpi.sampling import draw, generate
 
@@ -344,3 +346,10 @@ def test_a_closed_pipe_is_no_error(monkeypatch):
     assert voice.closed
     voice.say(2)
     voice.end()
+
+
+def test_a_prompt_that_begins_with_a_minus_says_how_it_is_written():
+    needed = ["--checkpoint", "dir", "--prompt"]
+    with pytest.raises(UsageError, match=r"--prompt: .* --prompt=-x"):
+        parser().parse_args([*needed, "-x"])
+    assert parser().parse_args([*needed[:2], "--prompt=-x"]).prompt == "-x"
