@@ -26,9 +26,8 @@ WRAPPED = (
     (comm.Communicator, "gather_scalars", "scalars"),
     (optim.AdamW, "update", "AdamW"),
     (unit, "sums_of_squares", "norm"),
-    (unit.Unit, "gradient_views", "partial gradients: zero"),
-    (engine.ZeRO, "_forward", "rest of forward"),
-    (engine.ZeRO, "_backward", "rest of backward"),
+    (unit.Unit, "partial", "partial gradients: zero"),
+    (engine.ZeRO, "forward_backward", "rest of forward and backward"),
 )
 
 

@@ -43,30 +43,34 @@ class Talking(Communicator):
         super().reduce_scatter(layout, full, out, fresh)
 
 
+class TalkingUnit(Unit):
+    """A unit, with a line when its full vector is dropped, and when its shards are updated."""
+
+    def free(self):
+        tell(f"  drop          {self.layout.name}: only the slices are left")
+        super().free()
+
+    def update(self, *how):
+        tell(f"  update        {owners(self.layout.name)}: each rank its own slice, and no other")
+        super().update(*how)
+
+
 class TalkingZeRO(ZeRO):
     """The engine, with a line for what happens between two messages."""
 
     make_communicator = Talking
+    make_unit = TalkingUnit
 
-    def _forward(self, visit, *rest):
-        tell(f"  use           {visit.unit}: forward")
-        return super()._forward(visit, *rest)
-
-    def _backward(self, visit, *rest):
-        tell(f"  use           {visit.unit}: backward")
-        return super()._backward(visit, *rest)
-
-    def _update(self, losses, counted):
-        tell("  update        every rank updates the slices it owns, and no others")
-        return super()._update(losses, counted)
+    def gather(self, visit):
+        w = super().gather(visit)
+        passes = (
+            "forward and backward" if visit.turn else "forward" if visit.forward else "backward"
+        )
+        tell(f"  use           {visit.unit}: {passes}")
+        return w
 
 
 world = World(device="cpu")
-free = Unit.free
-Unit.free = lambda unit: (
-    tell(f"  drop          {unit.layout.name}: only the slices are left"),
-    free(unit),
-)[1]  # for the story
 
 zero = TalkingZeRO(
     MLP(layers=1, width=8, context=4, vocab=16),

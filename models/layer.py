@@ -10,7 +10,7 @@ class Layer:
     """A stateless recipe: it owns no arrays. Weights come in with every call and are never kept.
 
     name: "h.0". unit: the name of the unit it shares with other layers; None: a unit of its own, called `name`.
-    backward_needs_weights: False lets the caller pass w = None to backward.
+    backward_needs_weights: False lets the caller pass an empty w to backward.
 
     `w` and `dw` map local parameter names to arrays (views into the unit's vectors, at any alignment).
     """
@@ -36,6 +36,24 @@ class Layer:
         raise NotImplementedError
 
 
+class Recomputed(Layer):
+    """A layer that keeps its input alone, and runs its forward again for its backward."""
+
+    def __init__(self, layer):
+        self.layer = layer
+        self.name, self.unit = layer.name, layer.unit
+
+    def shapes(self):
+        return self.layer.shapes()
+
+    def forward(self, w, x):
+        return self.layer.forward(w, x)[0], x
+
+    def backward(self, w, dw, kept, dy):
+        kept = self.layer.forward(w, kept)[1]  # in the place of the input, which may go now
+        return self.layer.backward(w, dw, kept, dy)
+
+
 @dataclass(frozen=True)
 class UnitSpec:
     """One unit: local names and shapes, and the prefix that makes a full name of a local one ("h.0." or "")."""
@@ -55,7 +73,9 @@ def units(model) -> dict[str, UnitSpec]:
     Raises ValueError where two layers mean different shapes by one name, or a unit of one layer's own is named twice.
     """
     specs = {}
-    for layer in model.layers:
+    for i, layer in enumerate(model.layers):
+        if layer in model.layers[:i]:
+            raise ValueError(f"model: layer {layer.name} stands at two places; make two layers")
         unit = unit_of(layer)
         prefix = "" if layer.unit else f"{layer.name}."
         spec = specs.setdefault(unit, UnitSpec(prefix, {}))
@@ -175,18 +195,33 @@ def plain_step(model, weights, micro_batches, update):
     return loss_sum / counted
 
 
-def forward_backward(model, weights, partial, micro_batch, divisor):
-    """Adds the gradient of (this micro-batch's loss sum / divisor) onto `partial`; returns the loss sum."""
-    x, targets = micro_batch
-    kept = []
-    for layer in model.layers:
-        x, saved = layer.forward(weights[unit_of(layer)], x)
-        kept.append(saved)
-    loss_sum, dx = model.loss(x, targets, divisor)
-    for layer in reversed(model.layers):
-        w = weights[unit_of(layer)] if layer.backward_needs_weights else None
-        dx = layer.backward(w, partial[unit_of(layer)], kept.pop(), dx)
+def forward_backward(model, weights, gradients, micro_batch, divisor):
+    """Adds the gradient of (this micro-batch's loss sum / divisor) onto `gradients`; returns the loss sum."""
+    (x, targets), kept = micro_batch, {}
+    *layers, last = model.layers
+
+    for layer in layers:
+        w = weights[unit_of(layer)]
+        x, kept[layer] = layer.forward(w, x)
+
+    w, dw = weights[unit_of(last)], gradients[unit_of(last)]
+    loss_sum, dx = turn(model, w, dw, x, targets, divisor)
+
+    for layer in reversed(layers):
+        w, dw = weights[unit_of(layer)], gradients[unit_of(layer)]
+        dx = layer.backward(w, dw, kept.pop(layer), dx)
     return loss_sum
+
+
+def turn(model, w, dw, x, targets, divisor):
+    """Where forward becomes backward: the last layer's forward, the loss, and its backward.
+
+    Adds onto dw; returns (the loss sum, the gradient of (loss sum / divisor) with respect to x).
+    """
+    last = model.layers[-1]
+    y, saved = last.forward(w, x)
+    loss_sum, dy = model.loss(y, targets, divisor)
+    return loss_sum, last.backward(w, dw, saved, dy)
 
 
 def zeros_like(weights):

@@ -13,15 +13,15 @@ FLOORS = {
           manners.malloc manners.clock manners.errors manners.hooks
           manners.streams manners.table saving.files saving.rules cost.counted
           proof.rows proof.textbook""",
-    1: """data coding device ledger precision optim manners.guard_messages manners.ending manners.cores
-          manners.output manners.progress saving.blocks
+    1: """data coding device ledger precision optim step manners.guard_messages manners.ending
+          manners.cores manners.output manners.progress saving.blocks
           cost.bench_table""",
     2: """manners.blas manners.machine manners.guard manners.agree manners.run_log
           saving.schema saving.pretrained cost.paper""",
     3: "world manners.options saving.manifest cost.pictures",
     4: "comm manners.model_flags manners.optimizer_flags saving.found cost.page",
-    5: "unit saving.folder",
-    6: "checkpoint",
+    5: "owned gradient saving.folder",
+    6: "unit checkpoint",
     7: "engine",
     8: "trial manners.report manners.start saving.resume cost.watch",
     9: """manners.train_flags trace cost.probes cost.dryrun proof.outcome proof.accounts
@@ -32,7 +32,7 @@ FLOORS = {
     13: "verify",
 }
 FLOOR = {f"zmpi.{module}": floor for floor, modules in FLOORS.items() for module in modules.split()}
-CORE = ("stages", "layout", "schedule", "unit", "engine")
+CORE = ("stages", "layout", "schedule", "owned", "gradient", "unit", "engine")
 ZMPI, MODELS = sorted((ROOT / "zmpi").rglob("*.py")), sorted((ROOT / "models").rglob("*.py"))
 FILES = ZMPI + MODELS
 MODELS_MAY = {

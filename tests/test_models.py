@@ -215,8 +215,16 @@ def test_layers_that_share_a_unit_agree_on_shapes():
 
 def test_two_layers_of_one_name_are_an_error():
     model = GPT(**SMALL_GPT)
-    model.layers[2] = model.layers[1]
+    model.layers[2] = GPT(**SMALL_GPT).layers[1]
     with pytest.raises(ValueError, match=r"^unit h\.0: two layers"):
+        units(model)
+
+
+def test_one_layer_at_two_places_is_an_error():
+    """What it keeps for its backward is kept once."""
+    model = GPT(**SMALL_GPT)
+    model.layers[2] = model.layers[1]
+    with pytest.raises(ValueError, match=r"^model: layer h\.0 stands at two places"):
         units(model)
 
 

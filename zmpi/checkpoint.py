@@ -8,7 +8,6 @@
 Only files pass between ranks, and the block sums: no rank ever holds more than its own state and one block.
 """
 
-import signal
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from time import perf_counter
 from models.layer import units
 from zmpi.domains import Domain
 from zmpi.manners.agree import same_on_all_ranks
-from zmpi.manners.errors import Agreed, UsageError, one_line
+from zmpi.manners.errors import UsageError, one_line
 from zmpi.manners.hooks import say
 from zmpi.saving.blocks import BlockWriter
 from zmpi.saving.folder import Folder
@@ -32,14 +31,6 @@ SIZES = (
     "context",
     "vocab",
 )  # attributes that say what a model is, where it has them
-
-
-class Stopped(Agreed):
-    """The signal that ends the run, agreed by all ranks before a step (guard.finish_on_signal): time to save and leave."""
-
-    def __init__(self, number):
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.status = 143 if number == signal.SIGTERM else 0
 
 
 @dataclass(frozen=True)

@@ -6,43 +6,30 @@ the slice it owns. The stage decides which of these do anything: see the three b
 """
 
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
-from itertools import zip_longest
 from math import inf, isfinite, sqrt
 
 import numpy as np
 
-from models.layer import key_for, refused, unit_of, units
+from models.layer import Recomputed, key_for, refused, turn, unit_of, units
 from zmpi import checkpoint
 from zmpi.comm import Communicator
 from zmpi.domains import Domain
 from zmpi.layout import Layout
 from zmpi.ledger import Ledger
 from zmpi.manners.agree import same_on_all_ranks
-from zmpi.manners.guard import Agreed, UsageError
+from zmpi.manners.errors import Agreed, UsageError
 from zmpi.optim import AdamW
+from zmpi.owned import Shared
 from zmpi.precision import Policy
 from zmpi.schedule import evaluation_schedule, training_schedule
 from zmpi.stages import STAGES
+from zmpi.step import Opening, Step, Stopped
 from zmpi.sums import add_up
-from zmpi.unit import Rules, Unit
+from zmpi.unit import Unit
 
 STAGE = Domain(highest=len(STAGES) - 1, whole=True, words="0, 1, 2 or 3")
 SEED = Domain(-inf, whole=True)
-
-
-@dataclass(frozen=True)
-class Step:
-    """What the last training step was: the same numbers on every rank."""
-
-    loss: float  # mean over the counted targets of all ranks, before the update
-    grad_norm: float  # of the gradient of that mean, unscaled and before clipping
-    lr: float
-    tokens: int  # counted targets of all ranks
-    micro_batches: int  # of each rank
-    loss_scale: float  # the scale of this step
-    skipped: bool  # whether 16-bit gradients overflowed, and nothing was updated
 
 
 def lets_go(walk):
@@ -75,6 +62,11 @@ class ZeRO:
     make_layout = Layout
     make_unit = Unit
     make_schedule = staticmethod(training_schedule)
+    turn = staticmethod(turn)
+
+    def make_layer(self, layer):
+        """The layer as the loops call it: itself."""
+        return layer
 
     def __init__(self, model, world, stage=3, optimizer=None, seed=0, policy=None):
         with world.agreed():
@@ -92,6 +84,7 @@ class ZeRO:
 
         specs = {name: spec for name, spec in units(model).items() if spec.shapes}
         names = [unit_of(layer) if layer.shapes() else None for layer in model.layers]
+        self.layers = self._layers(model.layers)
         self.schedule = self.make_schedule(model.layers, names)
         self.evaluation = evaluation_schedule(model.layers, names)
         asked = {"stage": stage, "seed": seed, "policy": self.policy, "optimizer": self.optimizer}
@@ -101,20 +94,6 @@ class ZeRO:
         with world.agreed():  # that there is memory
             self.units = self._make_units(specs)
             self._initialise()
-
-    def _make_units(self, specs):
-        """{name: Unit} with all the memory that they own, and the message buffers."""
-        if not specs:
-            raise ValueError("model: expected at least one parameter, no layer has any")
-        device, moments = self.world.device, self.optimizer.moments
-        recipe = device.recipe(self.policy.recipe)
-        rules = Rules(self.stage, recipe, self.comm, self.ledger, device, moments)
-        layouts = [
-            self.make_layout(name, spec.prefix, spec.shapes, self.comm.shards, device.align)
-            for name, spec in specs.items()
-        ]
-        self.comm.reserve(layouts, self.policy.recipe.gradient)
-        return {layout.name: self.make_unit(layout, rules) for layout in layouts}
 
     # -- the step -------------------------------------------------------------------------------------------------
 
@@ -126,25 +105,68 @@ class ZeRO:
         """
         self.ledger.begin_step()
         counted = self._open(micro_batches)
-        losses = []
-        for m, (x, targets) in enumerate(self.world.device.batches(micro_batches)):
-            first, last = m == 0, m + 1 == len(micro_batches)
-            saved = []
-            for visit, upcoming in zip_longest(self.schedule, self.schedule[1:]):
-                w = self._fetch(visit, upcoming)  # wait for its weights, start the next one's
-                if visit.forward:
-                    x = self._forward(visit, w, x, saved)
-                if visit.turn:
-                    loss, x = self.model.loss(x, targets, counted / self.scaler.scale)
-                    losses.append(loss)
-                if visit.backward:
-                    x = self._backward(visit, w, saved, x, first)
-                del w
-                if visit.free:
-                    self.units[visit.unit].free()
-                if visit.reduce:
-                    self.units[visit.unit].reduce(first, last)
-        return self._update(losses, counted)
+        for unit in self.units.values():
+            unit.begin_step(len(micro_batches))
+
+        divisor = counted / self.scaler.scale
+        batches = self.world.device.batches(micro_batches)
+        losses = [self.forward_backward(batch, divisor) for batch in batches]
+
+        self.last = self._agree(losses, counted)
+        if not self.last.skipped:
+            self.updates += 1
+            factor = self.optimizer.clip_factor(self.last.grad_norm) / self.scaler.scale
+            for unit in self.units.values():
+                unit.update(self.optimizer, self.updates, factor)  # each rank its own shard
+        self.scaler.after_step(overflow=self.last.skipped)
+        return self.last.loss
+
+    def forward_backward(self, micro_batch, divisor):
+        """Add the gradient of (this micro-batch's loss sum / divisor) onto the units'; returns the loss sum."""
+        (x, targets), kept = micro_batch, {}
+        *layers, _ = self.layers
+        forward, last, backward = self.schedule.parts
+
+        for layer, visit in zip(layers, forward, strict=True):
+            w = self.gather(visit)
+            x, kept[layer] = layer.forward(w, x)
+            self.free(visit)
+
+        w, dw = self.gather(last), self.partial(last)
+        loss_sum, dx = self.turn(self.model, w, dw, x, targets, divisor)
+        del x
+        self.free(last)
+        self.reduce(last)
+
+        for layer, visit in zip(reversed(layers), backward, strict=True):
+            w, dw = self.gather(visit), self.partial(visit)
+            dx = layer.backward(w, dw, kept.pop(layer), dx)
+            self.free(visit)
+            self.reduce(visit)
+        return loss_sum
+
+    def gather(self, visit):
+        """The visit's weights, put together ({}: it needs none); then the next visit's gather starts."""
+        if visit.gather:
+            self.units[visit.unit].gather()
+        w = self.units[visit.unit].weights() if visit.weights else {}
+        if self.policy.prefetch and visit.next:
+            self.units[visit.next].gather()
+        return w
+
+    def partial(self, visit):
+        """The partial gradient of the visit's unit, to which backward adds."""
+        return self.units[visit.unit].partial() if visit.unit else {}
+
+    def free(self, visit):
+        """Drop the full vector of the visit's unit, unless the next visit needs it. This empties the views of it."""
+        if visit.free:
+            self.units[visit.unit].free()
+
+    def reduce(self, visit):
+        """Sum the partial gradient over ranks and keep the shard, once the unit's last layer has added to it."""
+        if visit.reduce:
+            self.units[visit.unit].reduce()
 
     def evaluate(self, micro_batches):
         """The mean loss over the counted targets of all ranks' micro-batches; gathers and frees as training does."""
@@ -159,102 +181,50 @@ class ZeRO:
     @lets_go
     def forward(self, x, apply=lambda layer, w, x: layer.forward(w, x)[0]):
         """What comes out of the last layer: x = apply(layer, w, x) of each. Gathers and frees as training does."""
-        for visit, upcoming in zip_longest(self.evaluation, self.evaluation[1:]):
-            w = self._fetch(visit, upcoming)
-            x = apply(self.model.layers[visit.layer], w, x)
-            del w
-            if visit.free:
-                self.units[visit.unit].free()
+        for layer, visit in zip(self.model.layers, self.evaluation, strict=True):
+            w = self.gather(visit)
+            x = apply(layer, w, x)
+            self.free(visit)
         return x
 
+    # -- what the ranks tell each other ---------------------------------------------------------------------------
+
     def _open(self, micro_batches, training=True):
-        """Agree on the step: every rank brings as many micro-batches. Returns the counted targets of all ranks."""
-        full = all(len(targets) for _, targets in micro_batches)
-        number = len(micro_batches) * full  # 0 if one is empty
-        mine = sum(int(np.count_nonzero(targets >= 0)) for _, targets in micro_batches)
-        too_large = int(sum(unit.too_large for unit in self.units.values()))
+        """Agree on the step. Returns the counted targets of all ranks; raises Agreed where it cannot be taken."""
         stop, started = training * self.world.guard.stop_requested, self.world.lane.started
+        too_large = int(sum(unit.too_large for unit in self.units.values()))
         fault = refused(self.model, micro_batches)  # on the host: an index on a GPU would wrap
-        said = [number, mine, too_large, stop, started, fault is not None]
-        everyone = self.comm.gather_scalars(said).T
-        numbers, counted = everyone[0], int(sum(everyone[1]))
-        self.world.settle(everyone[4])
-        if everyone[3].any():
-            raise checkpoint.Stopped(int(everyone[3].max()))
-        if everyone[2].any():
-            lost = int(sum(everyone[2]))
-            raise Agreed(
-                f"step {self.step}: {lost} weights became too large for {self.policy.precision}"
-            )
-        if numbers.min() != numbers.max() or not numbers[0]:
-            raise UsageError(
-                f"micro-batches: every rank needs the same number, none empty; got {numbers.astype(int).tolist()}"
-            )
-        if everyone[5].any():
-            faults = self.world.share(fault)
-            rank = next(rank for rank, found in enumerate(faults) if found)
-            raise UsageError(f"rank {rank}, {faults[rank]}")
-        if not counted:
-            raise UsageError("targets: none is counted (all are below 0) on any rank")
-        return counted
+        mine = Opening.of(micro_batches, too_large, stop, started, fault is not None)
+        everyone = Opening.columns(self.comm.gather_scalars(mine))
+        self.world.settle(everyone.started)
+        if everyone.stop.any():
+            raise Stopped(int(everyone.stop.max()))
+        if lost := int(sum(everyone.too_large)):
+            precision = self.policy.precision
+            raise Agreed(f"step {self.step}: {lost} weights became too large for {precision}")
+        everyone.check_numbers()
+        if everyone.refused.any():
+            rank = int(everyone.refused.argmax())
+            raise UsageError(f"rank {rank}, {self.world.share(fault)[rank]}")
+        return everyone.check_counted()
 
-    def _fetch(self, visit, upcoming):
-        """This visit's weights, once they are there (None: it needs none); then the next visit's gather starts."""
-        if visit.gather:
-            self.units[visit.unit].gather()
-        w = self.units[visit.unit].weights() if visit.weights else None if visit.unit else {}
-        if self.policy.prefetch and upcoming and upcoming.gather:
-            self.units[upcoming.unit].gather()
-        return w
-
-    def _forward(self, visit, w, x, saved):
-        """The layer's output. What its backward needs goes to the end of `saved`: its input alone, to be recomputed."""
-        y, kept = self.model.layers[visit.layer].forward(w, x)
-        saved.append(x if self._recomputes(visit) else kept)
-        return y
-
-    def _backward(self, visit, w, saved, dy, first):
-        """The gradient of the layer's input; that of its weights is added onto the unit's partial gradient."""
-        layer, kept = self.model.layers[visit.layer], saved.pop()
-        if self._recomputes(visit):
-            kept = layer.forward(w, kept)[1]
-        dw = self.units[visit.unit].gradient_views(first) if visit.unit else {}
-        return layer.backward(w, dw, kept, dy)
-
-    def _recomputes(self, visit):
-        """Whether the layer's forward runs again for its backward. Where that needs no weights, nothing is saved by it."""
-        return (
-            self.policy.recompute
-            and not visit.turn
-            and self.model.layers[visit.layer].backward_needs_weights
-        )
-
-    def _update(self, losses, counted):
-        """Every rank tells its losses and its pieces of the norm; then every unit updates its own shard."""
+    def _agree(self, losses, counted):
+        """The Step: every rank tells its losses and its pieces of the norm. Raises Agreed if float32 is not enough."""
         assert not self.comm.in_flight, (
             "a gather is under way at the update: it would bring weights of the last step"
         )
         squares = sum(unit.squares() for unit in self.units.values())  # unit after unit
         everyone = self.comm.gather_scalars([*losses, *squares])
-        loss = (
-            add_up(everyone[:, : len(losses)].T.ravel()) / counted
-        )  # micro-batch j = m x size + r: in order of m, then of r
-        norm = sqrt(add_up(everyone[:, len(losses) :].ravel())) / self.scaler.scale
+        all_losses, all_squares = np.split(everyone, [len(losses)], axis=1)
+        loss = add_up(all_losses.T.ravel()) / counted  # in order of j: of m, then of the rank
+        norm, scale = sqrt(add_up(all_squares.ravel())) / self.scaler.scale, self.scaler.scale
         self.step += 1
-        scale, skipped = self.scaler.scale, not (isfinite(loss) and isfinite(norm))
+        skipped = not (isfinite(loss) and isfinite(norm))
         if skipped and scale == 1:
-            raise Agreed(
-                f"step {self.step}: the loss is {loss} and the gradient's norm {norm}; nothing was updated"
-            )
-        if not skipped:
-            self.updates += 1
-            for unit in self.units.values():
-                unit.update(self.optimizer, self.updates, self.optimizer.clip_factor(norm) / scale)
-        self.scaler.after_step(overflow=skipped)
-        self.last = Step(
-            loss, norm, self.optimizer.rate(self.updates), counted, len(losses), scale, skipped
-        )
-        return loss
+            what = f"the loss is {loss} and the gradient's norm {norm}"
+            raise Agreed(f"step {self.step}: {what}; nothing was updated")
+        lr = self.optimizer.rate(self.updates + (not skipped))
+        return Step(loss, norm, lr, counted, len(losses), scale, skipped)
 
     def save(self, folder, keep=3):
         """Add a checkpoint to a folder of them, of which the last `keep` remain. Collective; see checkpoint.Keeper."""
@@ -264,6 +234,29 @@ class ZeRO:
         """Go on from a folder's newest complete checkpoint. Collective; what cannot be loaded changes nothing."""
         self.world.settle()
         return checkpoint.load(self, folder)
+
+    # -- how it is made -------------------------------------------------------------------------------------------
+
+    def _layers(self, layers):
+        """The layers as the loops call them. The last one's input is at hand at the turn, so nothing is recomputed."""
+        *layers, last = map(self.make_layer, layers)
+        if self.policy.recompute:
+            layers = [Recomputed(at) if at.backward_needs_weights else at for at in layers]
+        return [*layers, last]
+
+    def _make_units(self, specs):
+        """{name: Unit} with all the memory that they own, and the message buffers."""
+        if not specs:
+            raise ValueError("model: expected at least one parameter, no layer has any")
+        device, moments = self.world.device, self.optimizer.moments
+        recipe = device.recipe(self.policy.recipe)
+        shared = Shared(self.stage, recipe, self.comm, self.ledger, device, moments)
+        layouts = [
+            self.make_layout(name, spec.prefix, spec.shapes, self.comm.shards, device.align)
+            for name, spec in specs.items()
+        ]
+        self.comm.reserve(layouts, self.policy.recipe.gradient)
+        return {layout.name: self.make_unit(layout, shared) for layout in layouts}
 
     # -- weights --------------------------------------------------------------------------------------------------
 

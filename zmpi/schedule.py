@@ -22,6 +22,7 @@ class Visit:
     gather: bool = False
     free: bool = False
     reduce: bool = False
+    next: str | None = None  # the unit that the next visit gathers
 
     @property
     def turn(self):
@@ -42,7 +43,19 @@ class Visit:
 
 
 class Schedule(tuple):
-    """A tuple of visits, which prints as a table."""
+    """A tuple of visits, which prints as a table. Each says what the next one gathers."""
+
+    def __new__(cls, visits):
+        visits = list(visits)
+        after = [visit.unit if visit.gather else None for visit in visits[1:]]
+        return super().__new__(cls, map(_before, visits, [*after, None]))
+
+    @property
+    def parts(self):
+        """(visits of the forward pass, the turn or None, visits of the backward pass)."""
+        turn = next((visit for visit in self if visit.turn), None)
+        forward = [visit for visit in self if visit.forward and visit is not turn]
+        return forward, turn, [visit for visit in self if visit.backward and visit is not turn]
 
     @property
     def gathers(self):
@@ -106,6 +119,11 @@ def _with_moves(walk):
         }
         schedule.append(replace(visit, **moves))
     return Schedule(schedule)
+
+
+def _before(visit, following):
+    """The visit, in the knowledge of what the next one gathers."""
+    return replace(visit, next=following)
 
 
 def _needs(visit, unit):

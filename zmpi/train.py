@@ -8,7 +8,7 @@ from time import perf_counter
 
 from tqdm import tqdm
 
-from zmpi.checkpoint import Keeper, Stopped, find, load
+from zmpi.checkpoint import Keeper, find, load
 from zmpi.cost.watch import watched
 from zmpi.data import Batches, described, load_text
 from zmpi.manners.guard import Agreed, UsageError
@@ -24,6 +24,7 @@ from zmpi.manners.streams import check_printed
 from zmpi.manners.train_flags import check_outputs, refuse, train_flags
 from zmpi.precision import Policy
 from zmpi.saving import resume
+from zmpi.step import Stopped
 from zmpi.trace import Trace, open_trace, write_trace
 
 COMMAND = "zmpi.train"

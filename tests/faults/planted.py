@@ -23,12 +23,15 @@ import zmpi.comm
 import zmpi.engine
 import zmpi.optim
 import zmpi.unit
+from models.layer import Recomputed
 from zmpi.comm import Communicator, Gather
 from zmpi.data import Batches
 from zmpi.engine import ZeRO
+from zmpi.gradient import ReducedEach, ReducedOnce
 from zmpi.layout import Layout
 from zmpi.ledger import Ledger
 from zmpi.optim import SGD, AdamW, Slice
+from zmpi.owned import Shared
 from zmpi.schedule import Schedule, training_schedule
 from zmpi.unit import Unit
 
@@ -111,10 +114,10 @@ def _(real, comm, layout, full, out, fresh):
         out[...] = out.astype(full.dtype)
 
 
-@mistake("weights of the step before, with prefetch", "schedule_changes_nothing", (ZeRO, "_fetch"))
-def _(real, zero, visit, upcoming):
+@mistake("weights of the step before, with prefetch", "schedule_changes_nothing", (ZeRO, "gather"))
+def _(real, zero, visit):
     unit = zero.units[visit.unit]
-    weights = real(zero, visit, upcoming)
+    weights = real(zero, visit)
     if zero.policy.prefetch and visit.forward and weights and zero.stage.parameters:
         before, unit.before = getattr(unit, "before", unit.full.copy()), unit.full.copy()
         unit.full[...] = before
@@ -145,9 +148,9 @@ def _(real, ledger):
     return ExitStack()
 
 
-@mistake("moments in float64", "state_is_exact", (Unit, "_own"))
-def _(real, unit, kind, sharded, dtype):
-    return real(unit, kind, sharded, np.float64 if kind == "optimizer" else dtype)
+@mistake("moments in float64", "state_is_exact", (Shared, "own"))
+def _(real, shared, kind, layout, sharded, dtype):
+    return real(shared, kind, layout, sharded, np.float64 if kind == "optimizer" else dtype)
 
 
 # -- the step -------------------------------------------------------------------------------------------------
@@ -171,21 +174,20 @@ def _(real, zero, micro_batches, training=True):
     return counted if training else max(1, own)
 
 
-@mistake("a loss that differs between ranks", "order_is_kept", (ZeRO, "_update"))
+@mistake("a loss that differs between ranks", "order_is_kept", (ZeRO, "_agree"))
 def _(real, zero, losses, counted):
-    loss = real(zero, losses, counted)
-    zero.last = replace(zero.last, loss=loss * (1 + 1e-9 * zero.world.rank))
-    return zero.last.loss
+    step = real(zero, losses, counted)
+    return replace(step, loss=step.loss * (1 + 1e-9 * zero.world.rank))
 
 
 @mistake(
     "the norm of the unreduced gradient", "updates_are_right", (Unit, "reduce"), (Unit, "squares")
 )
-def _(real, unit, *when):
-    if when:
-        unit.own = zmpi.unit.sums_of_squares(unit.partial[unit.part], unit.layout.pieces)
-        return real(unit, *when)
-    return unit.own
+def _(real, unit):
+    if real.__name__ == "squares":
+        return unit.own
+    unit.own = zmpi.unit.sums_of_squares(unit.gradient.partial[unit.part], unit.layout.pieces)
+    return real(unit)
 
 
 @mistake("the norm is summed in float32", "order_is_kept", (Unit, "squares"))
@@ -193,23 +195,23 @@ def _(real, unit):
     return [float(np.sum(p**2, dtype=p.dtype)) for p in np.split(unit.summed, unit.layout.pieces)]
 
 
-@mistake("the norm is left scaled in float16", "updates_are_right", (ZeRO, "_update"))
+@mistake("the norm is left scaled in float16", "updates_are_right", (ZeRO, "_agree"))
 def _(real, zero, losses, counted):
     with patch.object(zmpi.engine, "sqrt", lambda square: sqrt(square) * zero.scaler.scale):
         return real(zero, losses, counted)
 
 
-@mistake("float16 gradients are not unscaled", "updates_are_right", (ZeRO, "_update"))
-def _(real, zero, losses, counted):
+@mistake("float16 gradients are not unscaled", "updates_are_right", (ZeRO, "train_step"))
+def _(real, zero, micro_batches):
     scale, update = zero.scaler.scale, Unit.update
     scaled = lambda unit, optimizer, t, factor: update(unit, optimizer, t, factor * scale)  # noqa: E731
     with patch.object(Unit, "update", scaled):
-        return real(zero, losses, counted)
+        return real(zero, micro_batches)
 
 
-@mistake("a skipped step counts as an update", "updates_are_right", (ZeRO, "_update"))
-def _(real, zero, losses, counted):
-    loss = real(zero, losses, counted)
+@mistake("a skipped step counts as an update", "updates_are_right", (ZeRO, "train_step"))
+def _(real, zero, micro_batches):
+    loss = real(zero, micro_batches)
     zero.updates += zero.last.skipped
     return loss
 
@@ -235,24 +237,25 @@ def _(real, layout, owner):
     return slice(start, start + layout.shard_length)
 
 
-@mistake("an owned partial gradient is not zeroed", "order_is_kept", (Unit, "gradient_views"))
-def _(real, unit, first):
-    stage, recipe = unit.rules.stage, unit.rules.recipe
-    if unit.partial is None and not stage.gradients and unit.gradients.dtype == recipe.partial:
-        unit.partial = unit.gradients
-    return real(unit, first)
+MAKE_PARTIAL = (ReducedEach, "_make_partial"), (ReducedOnce, "_make_partial")
 
 
-@mistake("padding of the gradient is not zero", "order_is_kept", (Unit, "gradient_views"))
-def _(real, unit, first):
-    views = real(unit, first)
-    unit.partial[unit.layout.elements :] = 0.01
+@mistake("an owned partial gradient is not zeroed", "order_is_kept", *MAKE_PARTIAL)
+def _(real, gradient):
+    owned, dtype = gradient.owned, gradient.shared.recipe.partial
+    return real(gradient) if owned.sharded or owned.stored.dtype != dtype else owned.stored
+
+
+@mistake("padding of the gradient is not zero", "order_is_kept", (Unit, "partial"))
+def _(real, unit):
+    views = real(unit)
+    unit.gradient.partial[unit.layout.elements :] = 0.01
     return views
 
 
 @mistake("stage 2 does not gather after its update", "stages_agree", (Unit, "_complete"))
 def _(real, unit):
-    stage = unit.rules.stage
+    stage = unit.shared.stage
     if not (stage.gradients and not stage.parameters):
         real(unit)
 
@@ -263,12 +266,10 @@ def _(real, layers, units):
     return Schedule(replace(v, reduce=v.reduce or (v.turn and v.unit == "outer")) for v in walk)
 
 
-@mistake("recomputed from the output", "schedule_changes_nothing", (ZeRO, "_forward"))
-def _(real, zero, visit, w, x, saved):
-    y = real(zero, visit, w, x, saved)
-    if zero._recomputes(visit):
-        saved[-1] = y
-    return y
+@mistake("recomputed from the output", "schedule_changes_nothing", (Recomputed, "forward"))
+def _(real, layer, w, x):
+    y, _ = real(layer, w, x)
+    return y, y
 
 
 # -- memory ---------------------------------------------------------------------------------------------------
@@ -296,24 +297,37 @@ def _(real, unit):
     real(unit)
 
 
-@mistake("all units are gathered at once", "nothing_is_kept", (ZeRO, "_fetch"))
-def _(real, zero, visit, upcoming):
+@mistake("all units are gathered at once", "nothing_is_kept", (ZeRO, "gather"))
+def _(real, zero, visit):
     if visit.layer == 0:
         for unit in zero.units.values():
             unit.gather()
-    return real(zero, visit, upcoming)
+    return real(zero, visit)
 
 
 @mistake("partial gradients are kept", "nothing_is_kept", (Unit, "reduce"))
-def _(real, unit, first, last):
-    unit.kept = unit.partial
-    real(unit, first, last)
+def _(real, unit):
+    unit.kept = unit.gradient.partial
+    real(unit)
 
 
-@mistake("activations are kept", "nothing_is_kept", (ZeRO, "_backward"))
-def _(real, zero, visit, w, saved, dy, first):
-    zero.kept = [*getattr(zero, "kept", []), saved[-1], dy]
-    return real(zero, visit, w, saved, dy, first)
+class Keeping:
+    """A layer that remembers what it was given in its backwards."""
+
+    def __init__(self, layer):
+        self._layer, self._kept = layer, []
+
+    def __getattr__(self, name):
+        return getattr(self._layer, name)
+
+    def backward(self, w, dw, saved, dy):
+        self._kept += [saved, dy]
+        return self._layer.backward(w, dw, saved, dy)
+
+
+@mistake("activations are kept", "nothing_is_kept", (ZeRO, "make_layer"))
+def _(real, zero, layer):
+    return Keeping(real(zero, layer))
 
 
 # -- optimizers -----------------------------------------------------------------------------------------------

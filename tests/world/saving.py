@@ -26,10 +26,9 @@ def state(zero):
     """Everything that an engine carries from step to step, as bytes: of this rank."""
     found = {}
     for name, unit in zero.units.items():
-        vectors = {"parameters": unit.parameters, "master": unit.master, **unit.moments}
-        found |= {
-            (name, kind): vector.tobytes() for kind, vector in vectors.items() if vector is not None
-        }
+        kinds = {"parameters": unit.parameters, "master": unit.master, **unit.moments}
+        vectors = {kind: owned.stored for kind, owned in kinds.items()}
+        found |= {(name, kind): vector.tobytes() for kind, vector in vectors.items()}
     return found | {
         "counts": (zero.step, zero.updates, zero.scaler.scale, zero.scaler.good_steps, zero.seed)
     }

@@ -8,11 +8,11 @@ from saving import engine, state, steps
 from training import STAGES, adamw, gpt, micro_batch, mlp, sgd, share
 
 from zmpi import Policy, ZeRO
-from zmpi.checkpoint import Stopped
 from zmpi.comm import Communicator
 from zmpi.layout import Layout
 from zmpi.ledger import Ledger
 from zmpi.manners.guard import UsageError
+from zmpi.step import Stopped
 
 
 class Boom(Exception):
@@ -153,7 +153,7 @@ def test_a_token_outside_of_the_vocabulary_is_one_error_on_all_ranks(world, mode
 
 
 def test_memory_that_is_not_there_on_one_rank_is_one_error_on_all(world, monkeypatch):
-    def full(layout, rules):
+    def full(layout, shared):
         raise MemoryError("Unable to allocate 224. GiB")
 
     if world.rank == world.size - 1:

@@ -82,7 +82,7 @@ def test_a_checkpoint_of_one_precision_goes_on_in_another(world, folder):
             for kind, shard in unit.shards().items():
                 assert shard.tobytes() == first.units[name].shards()[kind].tobytes(), (name, kind)
             rounded = unit.shards()["master"].astype(RECIPES[precision].parameter)
-            assert unit.parameters.tobytes() == rounded.tobytes()
+            assert unit.parameters.stored.tobytes() == rounded.tobytes()
         assert second.scaler.scale == second.policy.scaler().scale, (
             "another precision's loss scale says nothing of this one's"
         )

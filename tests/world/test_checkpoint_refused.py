@@ -9,12 +9,13 @@ from training import mlp, sgd, share
 
 from models import GPT
 from zmpi import ZeRO
-from zmpi.checkpoint import Keeper, Stopped, find
+from zmpi.checkpoint import Keeper, find
 from zmpi.manners.guard import UsageError
 from zmpi.saving import pretrained
 from zmpi.saving.folder import newest
 from zmpi.saving.manifest import Manifest
 from zmpi.saving.resume import init_from
+from zmpi.step import Stopped
 
 SIZES = (1, 3)
 

@@ -249,18 +249,15 @@ class Logged(ZeRO):
 
     make_communicator = Lazy
 
-    def _forward(self, visit, w, x, saved):
-        self.comm.log.append(f"compute with {self.comm.open} open")
-        return super()._forward(visit, w, x, saved)
+    def gather(self, visit):
+        w = super().gather(visit)
+        self.comm.log += [f"compute with {self.comm.open} open"] * (visit.forward + visit.backward)
+        return w
 
-    def _backward(self, visit, w, saved, dy, first):
-        self.comm.log.append(f"compute with {self.comm.open} open")
-        return super()._backward(visit, w, saved, dy, first)
-
-    def _update(self, losses, counted):
+    def _agree(self, losses, counted):
         assert self.comm.open == self.comm.in_flight == 0
         self.comm.log.append("update")
-        return super()._update(losses, counted)
+        return super()._agree(losses, counted)
 
 
 def result_of(kind, stage, prefetch, precision="float32"):

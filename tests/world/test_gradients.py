@@ -19,9 +19,8 @@ def move(zero, directions, step):
         vector = np.zeros(unit.layout.padded)
         for name, view in unit.layout.views(vector).items():
             view[...] = directions[unit.layout.prefix + name]
-        unit.parameters += step * (
-            vector if len(unit.parameters) == len(vector) else vector[unit.part]
-        )
+        vector = vector[unit.part] if unit.parameters.sharded else vector
+        unit.parameters.stored[...] += step * vector
 
 
 def directions_for(parameters, only=""):

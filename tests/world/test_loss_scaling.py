@@ -35,11 +35,8 @@ def state_of(zero):
     """Every owned vector but the gradient, as bytes; the counts."""
     vectors = []
     for unit in zero.units.values():
-        vectors += [
-            unit.parameters,
-            *unit.moments.values(),
-            *([] if unit.master is None else [unit.master]),
-        ]
+        kinds = unit.vectors()
+        vectors += kinds["parameters"] + kinds["optimizer"]
     return [vector.tobytes() for vector in vectors], zero.updates
 
 
@@ -153,13 +150,11 @@ def test_a_row_without_gradient_stays_as_it_is(comm, precision, stage):
     assert after["embed.weight"][20:].tobytes() == before[20:].tobytes()
     assert (after["embed.weight"][:20] != before[:20]).any()
     for unit in zero.units.values():
-        assert {vector.dtype for vector in (unit.master, *unit.moments.values())} == {
-            np.dtype(np.float32)
-        }
-        assert {vector.dtype for vector in (unit.parameters, unit.gradients)} == {
-            zero.policy.recipe.parameter
-        }
-        assert all(np.isfinite(vector).all() for vector in (unit.master, *unit.moments.values()))
+        kinds = unit.vectors()
+        assert {vector.dtype for vector in kinds["optimizer"]} == {np.dtype(np.float32)}
+        narrow = kinds["parameters"] + kinds["gradients"]
+        assert {vector.dtype for vector in narrow} == {zero.policy.recipe.parameter}
+        assert all(np.isfinite(vector).all() for vector in kinds["optimizer"])
 
 
 # ---- masters ---------------------------------------------------------------------------------------------------------
@@ -181,7 +176,7 @@ def test_masters_move_although_the_16_bit_weight_does_not(comm, precision, stage
     unit = zero.units["h.0"]
     spans = unit.layout.spans(unit.part if zero.stage.optimizer else slice(0, unit.layout.padded))
     moved = [
-        np.abs(unit.master[start:stop] - 1).max()
+        np.abs(unit.master.stored[start:stop] - 1).max()
         for name, start, stop in spans
         if name == "ln_1.weight"
     ]
@@ -195,7 +190,7 @@ def test_a_master_that_is_too_large_for_16_bits_is_reported_and_not_trained_on(c
     zero.scaler.scale = 256.0
     unit = zero.units["h.1"]
     if comm.rank == 0 or not zero.stage.optimizer:
-        unit.master[5] = 65_600.0  # finite in float16 is what rounds to at most 65,504
+        unit.master.stored[5] = 65_600.0  # finite in float16 is what rounds to at most 65,504
     zero.train_step(share(zero.model, 1, zero.world, 1))
     before = state_of(zero)
     for call in (zero.train_step, zero.evaluate):
@@ -210,7 +205,7 @@ def test_the_largest_16_bit_weight_is_trained_on(comm):
     zero = ZeRO(gpt(), world_of("auto"), 3, SGD(lr=0.0), policy=Policy("float16"))
     zero.scaler.scale = 1.0
     if comm.rank == 0:
-        zero.units["outer"].master[0] = 65_519.0  # rounds to 65,504
+        zero.units["outer"].master.stored[0] = 65_519.0  # rounds to 65,504
     zero.train_step(share(zero.model, 1, zero.world, 1))
     assert zero.evaluate(share(zero.model, 1, zero.world, 1)) > 0
 

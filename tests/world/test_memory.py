@@ -54,8 +54,8 @@ class Watched(ZeRO):
         self.visits = []
         super().__init__(*arguments, **options)
 
-    def _fetch(self, visit, upcoming):
-        w = super()._fetch(visit, upcoming)
+    def gather(self, visit):
+        w = super().gather(visit)
         self.visits.append(
             {kind: len(self.ledger.living(kind)) for kind in ("full", "widened", "partial", "sum")}
         )
@@ -72,13 +72,9 @@ def owned_arrays(zero):
     """{kind: arrays} that the units hold on to between two steps."""
     found = {kind: [] for kind in OWNED}
     for unit in zero.units.values():
-        found["parameters"].append(unit.parameters)
-        found["gradients"].append(unit.gradients)
-        found["optimizer"] += [
-            *unit.moments.values(),
-            *([] if unit.master is None else [unit.master]),
-        ]
-        assert unit.full is unit.widened is unit.partial is unit.sum is None
+        for kind, vectors in unit.vectors().items():
+            found[kind] += vectors
+        assert unit.full is unit.widened is unit.gradient.partial is unit.gradient.sum is None
     return found
 
 

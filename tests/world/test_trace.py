@@ -27,14 +27,11 @@ def test_the_events_are_the_verbs_of_the_schedule(comm, stage):
     events = [e for e in zero.ledger.steps[-1] if e["verb"] not in ("step", "agree")]
     layers = [layer.name for layer in zero.model.layers]
     passes = [
-        (verb, layers[v.layer])
+        ("turn" if v.turn else "forward" if v.forward else "backward", layers[v.layer])
         for v in zero.schedule
-        for verb in ("forward", "backward")
-        if getattr(v, verb)
     ]
-    assert [
-        (e["verb"], e["name"]) for e in events if e["verb"] in ("forward", "backward")
-    ] == passes
+    computed = ("forward", "turn", "backward")
+    assert [(e["verb"], e["name"]) for e in events if e["verb"] in computed] == passes
     reduced = [v.unit for v in zero.schedule if v.reduce]
     assert [e["name"] for e in events if e["verb"] == "reduce"] == reduced
     moves = [v.unit for v in zero.schedule if v.gather] if zero.stage.parameters else []

@@ -68,7 +68,7 @@ class CountedUnit(WatchedUnit):
 
     def squares(self):
         block = min(self.layout.shard_length, BLOCK)  # as many as are squared at once
-        return np.repeat(sums_of_squares(self.summed[:block], 1), self.layout.pieces)
+        return np.repeat(sums_of_squares(self.gradient.owned.shard[:block], 1), self.layout.pieces)
 
 
 class FirstBlock:

@@ -30,6 +30,7 @@ VERBS = {
     "gather": "#E69F00",
     "wait": "#D55E00",
     "forward": "#009E73",
+    "turn": "#F0E442",
     "backward": "#0072B2",
     "free": "#000000",
     "reduce": "#CC79A7",
@@ -38,7 +39,7 @@ VERBS = {
 }
 MEMORY = "All array memory of rank 0 over one step: what is gathered and freed makes the teeth of the saw."
 LANES = """One step of every rank. A gather only starts where it is drawn; the wait is where its end is needed. White:
-none of these (the loss, Python between two verbs, or a core that another process had)."""
+none of these (Python between two verbs, or a core that another process had)."""
 STAGE_COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73")
 
 

@@ -9,6 +9,7 @@ The engine itself knows nothing of this, and pays nothing for it.
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from models.layer import Layer
 from zmpi.engine import ZeRO
 from zmpi.ledger import OWNED, WORK, Ledger
 from zmpi.unit import Unit
@@ -45,7 +46,7 @@ class WatchedUnit(Unit):
     """A unit that says what it does. A verb that has nothing to do at this stage is not said."""
 
     def gather(self):
-        if self.rules.stage.parameters and self.full is None:
+        if self.parameters.sharded and self.full is None:
             with self._doing("gather"):
                 super().gather()
 
@@ -60,16 +61,36 @@ class WatchedUnit(Unit):
             with self._doing("free"):
                 super().free()
 
-    def reduce(self, first, last):
+    def reduce(self):
         with self._doing("reduce"):
-            super().reduce(first, last)
+            super().reduce()
 
     def update(self, optimizer, t, factor):
         with self._doing("update"):
             super().update(optimizer, t, factor)
 
     def _doing(self, verb):
-        return self.rules.ledger.doing(verb, self.layout.name)
+        return self.shared.ledger.doing(verb, self.layout.name)
+
+
+class WatchedLayer(Layer):
+    """A layer that says when it computes."""
+
+    def __init__(self, layer, ledger):
+        self._layer, self._ledger = layer, ledger
+        self.name, self.unit = layer.name, layer.unit
+        self.backward_needs_weights = layer.backward_needs_weights
+
+    def shapes(self):
+        return self._layer.shapes()
+
+    def forward(self, w, x):
+        with self._ledger.doing("forward", self.name):
+            return self._layer.forward(w, x)
+
+    def backward(self, w, dw, saved, dy):
+        with self._ledger.doing("backward", self.name):
+            return self._layer.backward(w, dw, saved, dy)
 
 
 class WatchedZeRO(ZeRO):
@@ -78,13 +99,12 @@ class WatchedZeRO(ZeRO):
     make_ledger = Watch
     make_unit = WatchedUnit
 
-    def _forward(self, visit, w, x, saved):
-        with self.ledger.doing("forward", self.model.layers[visit.layer].name):
-            return super()._forward(visit, w, x, saved)
+    def make_layer(self, layer):
+        return WatchedLayer(super().make_layer(layer), self.ledger)
 
-    def _backward(self, visit, w, saved, dy, first):
-        with self.ledger.doing("backward", self.model.layers[visit.layer].name):
-            return super()._backward(visit, w, saved, dy, first)
+    def turn(self, model, *arguments):
+        with self.ledger.doing("turn", model.layers[-1].name):
+            return super().turn(model, *arguments)
 
 
 def watched(engine, ledger):

@@ -27,8 +27,8 @@ def exact_slope(zero, data):
     losses = []
     for move in (MOVE, -2 * MOVE):
         for unit, along in zip(units, directions, strict=True):
-            whole = len(unit.parameters) == unit.layout.padded
-            unit.parameters += move * (along if whole else along[unit.part])
+            mine = along[unit.part] if unit.parameters.sharded else along
+            unit.parameters.stored[...] += move * mine
         losses.append(zero.evaluate(data))
     return slope, (losses[0] - losses[1]) / (2 * MOVE)
 

@@ -39,7 +39,7 @@ def messages_arrive(trial):
 
 def _gathered(zero, unit, name, tolerance):
     """The Finding of one gather of a unit, which the last rank enters late."""
-    comm, layout, dtype = zero.comm, unit.layout, unit.parameters.dtype
+    comm, layout, dtype = zero.comm, unit.layout, unit.parameters.stored.dtype
     shards = [_numbers(layout.shard_length, [1, owner], dtype) for owner in range(comm.shards)]
     device = zero.world.device
     full = device.xp.empty(layout.padded, dtype)

@@ -141,7 +141,6 @@ def _taken(zero):
     gradients, weights, get = {}, {}, zero.world.device.get
     for unit in zero.units.values():
         gradients |= parts(unit.layout, unit.part, get(unit.summed))
-        whole = len(unit.parameters) == unit.layout.padded
-        kept = slice(0, unit.layout.padded) if whole else unit.part
-        weights |= parts(unit.layout, kept, get(unit.parameters))
+        kept = unit.part if unit.parameters.sharded else slice(0, unit.layout.padded)
+        weights |= parts(unit.layout, kept, get(unit.parameters.stored))
     return Taken(zero.last.loss, gradients, zero.last.grad_norm, weights)

@@ -82,14 +82,9 @@ def _vectors(zero):
     """{(kind, full name): Part} of what this rank holds of the weights and the moments."""
     found = {}
     for unit in zero.units.values():
-        vectors = {
-            **unit.moments,
-            "master": unit.parameters if unit.master is None else unit.master,
-            "parameters": unit.parameters,
-        }
-        for kind, vector in vectors.items():
-            whole = len(vector) == unit.layout.padded
-            kept = slice(0, unit.layout.padded) if whole else unit.part
-            named = parts(unit.layout, kept, zero.world.device.get(vector))
+        kinds = {**unit.moments, "master": unit.master, "parameters": unit.parameters}
+        for kind, owned in kinds.items():
+            kept = unit.part if owned.sharded else slice(0, unit.layout.padded)
+            named = parts(unit.layout, kept, zero.world.device.get(owned.stored))
             found |= {(kind, name): part for name, part in named.items()}
     return found
