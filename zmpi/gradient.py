@@ -68,7 +68,7 @@ class ReducedOnce(Gradient):
         self.drop()
         if not self._left:
             stored, shard = self.owned.stored, self.owned.shard
-            self.shared.comm.reduce_scatter(self.layout, stored, shard, fresh=True)
+            self.shared.comm.reduce_scatter(self.layout, stored, shard, True)
 
 
 class ReducedEach(Gradient):
@@ -88,7 +88,7 @@ class ReducedEach(Gradient):
         self._handed.clear()
         if self._first:
             self.sum = self._place_for_sum()
-        self.shared.comm.reduce_scatter(self.layout, sent, self.sum, fresh=self._first)
+        self.shared.comm.reduce_scatter(self.layout, sent, self.sum, self._first)
         if not self._left:
             if self.sum is not self.owned.shard:
                 round_to(self.owned.shard, self.sum)
