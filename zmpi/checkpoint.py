@@ -231,7 +231,7 @@ def _write_shards(zero, path):
 
 
 def _ranges(zero, manifest, vectors):
-    """(file, byte, where it goes) of every range that makes this rank's shards. The padding stays zero, as it is."""
+    """(file, byte, where it goes) of every range that makes this rank's shards. The padding is left as it is."""
     for unit in zero.units.values():
         shards, layout = unit.shards(), unit.layout
         for name, start, stop in layout.spans(unit.part):

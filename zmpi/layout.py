@@ -19,6 +19,10 @@ class Layout:
     full name. Each starts at a multiple of `align` elements. Zeros lie between them where that leaves room, and follow
     the last one up to a multiple of lcm(shards, PIECES), so that every shard has the same length, a whole number of the
     norm's pieces.
+
+    The padding of every vector stays zero, without anybody looking after it: vectors are filled with zeros when they
+    are made, layers see views of parameters only, the optimizer updates spans of parameters only, and sums over ranks
+    add zeros. So it adds nothing to the norm, and a checkpoint's padding need not be read.
     """
 
     name: str
