@@ -95,14 +95,20 @@ def test_a_dangling_link_stays_a_link_and_a_refusal_changes_nothing(tmp_path):
     assert json.loads((tmp_path / "target-trace.json").read_text())["traceEvents"]
 
 
-def test_what_was_there_before_an_appended_stdout_stays(tmp_path):
+def test_a_log_in_an_appended_stdout_and_a_validation_loss_that_is_not_finite(tmp_path):
+    """Two in one run. What was in the file stays, and all is saved; the summary ended in a TypeError."""
     (tmp_path / "out").write_text("precious\n")
-    ended = shell(f"exec \"$@\" >> {tmp_path}/out", "--steps", 1, "--log", "/dev/stdout")  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
+    diverging = words("--steps 1 --optimizer sgd --lr 1e30 --warmup 0 --clip 0 --log /dev/stdout")
+    ended = shell(f'exec "$@" >> {tmp_path}/out', *diverging, "--checkpoint", tmp_path / "dir")
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
     lines = (tmp_path / "out").read_text().splitlines()
     logged = [json.loads(line) for line in lines if line.startswith("{")]
     assert lines[0] == "precious" and [entry.get("step") for entry in logged] == [None, 1, 1, 1]
-    assert sum(line.startswith("loss ") for line in lines) == 1
+    (summary,) = [line for line in lines if line.startswith("loss ")]
+    assert summary.endswith("; validation not finite (nat per token)")
+    assert logged[2]["val_loss"] is None
+    assert "zmpi.train: warning: step 1: the validation loss is " in ended.stderr
+    assert "step-00000001-save-1" in names(tmp_path / "dir")
 
 
 def test_a_run_outlives_its_streams(tmp_path):
@@ -120,16 +126,6 @@ def test_a_run_outlives_its_streams(tmp_path):
         warned = ended.stderr.count("zmpi.train: warning: stdout: No space left on device")
         assert warned == (name == "full")
         assert len(ended.stdout.splitlines()) == (name == "left")
-
-
-def test_a_validation_loss_that_is_not_finite_is_said_and_saved(tmp_path):
-    flags = words("--optimizer sgd --lr 1e30 --warmup 0 --clip 0 --steps 1")
-    ended = alone(*MLP, *flags, "--log", tmp_path / "log", "--checkpoint", tmp_path / "dir")
-    assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
-    assert "; validation not finite (nat per token)" in ended.stdout
-    assert "zmpi.train: warning: step 1: the validation loss is " in ended.stderr
-    assert [entry["val_loss"] for entry in log_of(tmp_path / "log")[2]] == [None]
-    assert "step-00000001-save-1" in names(tmp_path / "dir")
 
 
 # ---- a disk that fills -----------------------------------------------------------------------------------------------

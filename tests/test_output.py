@@ -95,8 +95,9 @@ def test_a_file_system_without_locks_is_not_another_job(tmp_path, monkeypatch, n
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", none)
-    written(tmp_path / "log")
-    assert (tmp_path / "log").read_bytes() == HEADER
+    mine = output(tmp_path / "log")
+    assert mine.unlocked and mine.regular
+    mine.close()
 
 
 def test_a_file_that_is_rotated_by_copy_and_truncate_begins_anew(tmp_path):
@@ -150,8 +151,12 @@ def test_a_log_is_continued_after_the_steps_that_the_checkpoint_has(tmp_path):
         mine.close()
     (tmp_path / "log").write_bytes(b"".join(lines))
     mine = output(tmp_path / "log")
-    with pytest.raises(ValueError, match="is the log of another model"):
-        _kept(mine, {"unit_sizes": {"outer": 4}}, 2)
+    for other in ({"unit_sizes": {"outer": 4}}, first | {"data": {"source": "a", "tokens": 9}}):
+        with pytest.raises(ValueError, match="is the log of another model or text"):
+            _kept(mine, other, 2)
+    assert _kept(mine, first | {"data": {"source": "elsewhere", "python": "3"}}, 9) == len(
+        b"".join(lines)
+    )
     mine.close()
     assert (tmp_path / "log").read_bytes() == b"".join(lines)
 

@@ -58,7 +58,7 @@ def _run(args, world, argv, held):
         if manifest:
             resume.same_text(text, args, manifest)
         _refuse_no_evaluation(args, text)
-        log, trace = _outputs(args, held) if world.rank == 0 else (None, None)
+        log, trace = _outputs(args, world, held) if world.rank == 0 else (None, None)
     zero = _engine(args, model, world)
     if manifest:
         load(zero, manifest.folder)
@@ -87,11 +87,15 @@ def _refuse_no_evaluation(args, text):
         raise ValueError(f"--eval-every: none of the {tokens} tokens of {args.data} are held out")
 
 
-def _outputs(args, held):
-    """The Outputs of --log and --trace, or None."""
+def _outputs(args, world, held):
+    """The Outputs of --log and --trace, or None. Rank 0 has them."""
     check_outputs(args)
     log = held.enter_context(closing(open_log(args.log))) if args.log else None
     trace = held.enter_context(closing(open_trace(args.trace))) if args.trace else None
+    for output in (log, trace):
+        if output and output.unlocked:
+            fault = "this file system has no locks: make sure that no other job uses this file"
+            _warn(world, f"{output.flag}: {output.path}: {fault}")
     return log, trace
 
 

@@ -4,7 +4,7 @@ Each is opened before the work begins and held until the end, so that the work i
 
     a link         is followed, even to a missing target, and stays a link
     an older file  is replaced if this command wrote it; any other file is refused and stays as it is
-    another job    with the same file is refused: a lock, which dies with the process
+    another job    with the same file is refused: a lock, which dies with the process (`unlocked`: there are none here)
     stdout         (/dev/stdout, or a file that it was redirected to) is written where the command itself prints
     a refusal      leaves everything as it was
 """
@@ -28,7 +28,7 @@ class Output:
     """
 
     def __init__(self, flag, path, recognise, kind):
-        self.flag, self.path = flag, path
+        self.flag, self.path, self.unlocked = flag, path, False
         self._made = not os.path.exists(path)
         with self._named():
             self._file, self.regular = self._open_locked()
@@ -115,7 +115,6 @@ class Output:
         return False
 
     def _lock(self, file):
-        """A file system without locks (some NFS, Lustre) leaves it to the user that each job has a file of its own."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -123,6 +122,7 @@ class Output:
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):
                 raise
+            self.unlocked = True  # some NFS and Lustre: each job needs a file of its own
 
     @contextmanager
     def _named(self):

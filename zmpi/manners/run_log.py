@@ -25,7 +25,7 @@ class RunLog:
     """A run's entries, in an Output (on rank 0; elsewhere, and without --log, None), and the last ones for the summary.
 
     An older log is continued if the run is resumed, else replaced. Raises ValueError where it cannot be written, or is
-    that of another model.
+    that of another model or text.
     """
 
     def __init__(self, output, zero, args, argv, data):
@@ -128,15 +128,21 @@ def _kept(output, first, step):
     kept = 0
     for line in output.lines():
         entry = _entry(line)
-        units, logged = entry.get("unit_sizes", first["unit_sizes"]), entry.get("step", 0)
-        if units != first["unit_sizes"]:
+        if "unit_sizes" in entry and _subject(entry) != _subject(first):
             raise ValueError(
-                f"--log: {output.path} is the log of another model; choose another file"
+                f"--log: {output.path} is the log of another model or text; choose another file"
             )
+        logged = entry.get("step", 0)
         if not line.endswith(b"\n") or (isinstance(logged, int) and logged > step):
             break
         kept += len(line)
     return kept
+
+
+def _subject(header):
+    """What a run trains, and on what, as far as its header tells; a text may lie elsewhere."""
+    data = header.get("data") or {}
+    return header["unit_sizes"], [data.get(name) for name in ("tokens", "kind", "crc32")]
 
 
 def header(zero, args, argv, data):
