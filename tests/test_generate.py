@@ -225,7 +225,7 @@ def test_truncation_padding_dropout_and_ends_of_a_tokenizer_are_off(words, made)
     expected = words().encode(flags(prompt="def forward(self, x):"))
     assert len(expected) > 4
     cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-    fill = {"strategy": {"Fixed": 32}, "direction": "Right", "pad_to_multiple_of": None}
+    fill = {"strategy": {"Fixed": 32}, "direction": "Left", "pad_to_multiple_of": None}
     fill |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
     end = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
     template = {
