@@ -16,7 +16,7 @@ from zmpi.manners.machine import machine
 from zmpi.manners.model_flags import SEEDS, build_model, model_flags, refuse_beyond_memory
 from zmpi.manners.options import Parser, check_files, file_name, named_as_flags, real, whole
 from zmpi.manners.output import Output
-from zmpi.manners.start import start, world_flags
+from zmpi.manners.start import refuse_different_texts, start, world_flags
 from zmpi.manners.streams import check_printed
 from zmpi.optim import AdamW
 from zmpi.precision import RECIPES, Policy
@@ -112,7 +112,10 @@ def _run(args, world, held):
         stages = _stages(args.stages)
         points = _points(args, world)
         for point in points:
-            refuse_beyond_memory(args, _trial(args, world, point).build(), world, min(stages))
+            trial = _trial(args, world, point)
+            refuse_beyond_memory(args, trial.build(), world, min(stages))
+    refuse_different_texts(world, trial.batches.text)
+    with world.agreed():
         if world.rank == 0:
             outputs = _open_outputs(args, held)
     reports = []

@@ -196,6 +196,7 @@ def _with_newest(path, world, use):
         try:
             with world.agreed(), explained(folder):
                 manifest = read_checkpoint(folder)
+            same_on_all_ranks(world, {f"{folder}: manifest": manifest.entries})
             use(manifest)
             return manifest
         except UsageError:

@@ -19,7 +19,7 @@ from zmpi.manners.own import leave_defaults
 from zmpi.manners.progress import NothingTrained, Progress
 from zmpi.manners.report import opening, summary
 from zmpi.manners.run_log import LogLost, RunLog, open_log
-from zmpi.manners.start import engine_of, start
+from zmpi.manners.start import engine_of, refuse_different_texts, start
 from zmpi.manners.streams import check_printed
 from zmpi.manners.train_flags import check_outputs, refuse, train_flags
 from zmpi.precision import Policy
@@ -55,6 +55,8 @@ def _run(args, world, argv, held):
         _take_settings(args, world, argv, manifest)
         model = build_model(args)
         text = load_text(args.data, *window_of(model, args), world.rank, world.size)
+    refuse_different_texts(world, text)
+    with world.agreed():
         if manifest:
             resume.same_text(text, args, manifest)
         _refuse_no_evaluation(args, text)

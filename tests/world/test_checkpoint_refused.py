@@ -7,6 +7,7 @@ import pytest
 from saving import engine, state, steps
 from training import mlp, sgd, share
 
+import zmpi.checkpoint
 from models import GPT
 from zmpi import ZeRO
 from zmpi.checkpoint import Keeper, find
@@ -201,3 +202,22 @@ def test_ranks_with_other_weights_to_start_from_are_refused(world, folder):
 
 def _full(layout):
     return {layout.prefix + name: shape for name, shape in layout.shapes.items()}
+
+
+@pytest.mark.sizes(3)
+def test_a_folder_that_is_another_on_one_rank_is_refused(world, comm, saved, monkeypatch):
+    """A disk of each node's own, on which the folder of this name holds another training's checkpoint."""
+    real = zmpi.checkpoint.read_checkpoint
+
+    def read(folder):
+        manifest = real(folder)
+        if comm.rank == 2:
+            manifest.entries["seed"] += 1
+        return manifest
+
+    monkeypatch.setattr(zmpi.checkpoint, "read_checkpoint", read)
+    zero = engine(world)
+    before = state(zero)
+    with pytest.raises(UsageError, match=r"manifest: .* on rank 0, .* on rank 2: all ranks need"):
+        zero.load(saved)
+    assert state(zero) == before

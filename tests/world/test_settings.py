@@ -7,6 +7,8 @@ import pytest
 from training import adamw, gpt, share, train
 
 from zmpi import Policy, World, ZeRO
+from zmpi import bench as bench_command
+from zmpi import train as train_command
 from zmpi.manners.guard import UsageError
 
 SIZES = (1, 3)
@@ -52,3 +54,41 @@ def test_ranks_that_keep_different_numbers_are_told_so(world, folder, comm):
     with pytest.raises(UsageError, match=r"^--keep: 3 on rank 0, 4 on rank 2: all ranks need the"):
         zero.save(folder / "kept", 4 if comm.rank == 2 else 3)
     assert not (folder / "kept").exists()
+
+
+TEXT = bytes(range(32, 127)) * 50
+OTHERS = {  # what the last rank reads instead
+    "of the same length": (TEXT[:3000] + b"?" + TEXT[3001:], "crc32"),
+    "cut short": (TEXT[:-900], "tokens"),
+    "cut short, its end filled up": (TEXT[:-900] + bytes(900), "crc32"),
+}
+
+
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("command", [train_command, bench_command], ids=["train", "bench"])
+def test_ranks_that_read_different_texts_are_told_so(comm, folder, command, other):
+    """A copy on each node, say. Nothing is trained, and no file is opened to be written."""
+    text, differs = OTHERS[other]
+    path = folder / f"text-{comm.rank}"
+    path.write_bytes(text if comm.rank == 2 else TEXT)
+    tiny = [
+        "--device",
+        "cpu",
+        "--layers",
+        "1",
+        "--width",
+        "8",
+        "--heads",
+        "2",
+        "--context",
+        "8",
+        "--micro-batch",
+        "1",
+    ]
+    out = ["--log" if command is train_command else "--json", str(folder / "out")]
+    with pytest.raises(
+        UsageError, match=rf"^--data: {differs}: .* on rank 0, .* on rank 2: all ra"
+    ):
+        command.main([*tiny, *out, "--data", str(path)])
+    assert not (folder / "out").exists()

@@ -63,6 +63,13 @@ def start(parser, argv):
     return args, world
 
 
+def refuse_different_texts(world, text):
+    """Raise UsageError on all ranks where one reads another text than rank 0, or a copy that was cut short. Collective."""
+    with world.agreed():
+        fingerprint = text.fingerprint
+    same_on_all_ranks(world, {f"--data: {name}": value for name, value in fingerprint.items()})
+
+
 def _common(value):
     """What ranks need to have in common of a flag's value. Files may lie elsewhere on each node."""
     if isinstance(value, Place):
