@@ -30,7 +30,13 @@ class Communicator:
     `size` and `rank` say who computes which data, `shards` and `shard` who owns which slice; here the two are one.
     Vectors are flat and contiguous, of a Layout's padded length (full) or shard length (shard). `reduction` is "mpi"
     (MPI sums, in an order of its own) or "ordered" (the owner adds the ranks' slices one by one, in rank order).
+
+    A subclass that rounds what it sends declares it, for zmpi.verify: `block`, the elements that share a scale, and
+    `declared_bytes(kind, layout, itemsize, whole)`, the bytes that a rank sends in one "all_gather" or "reduce_scatter",
+    padding included (`whole`: of a vector that the stage keeps whole).
     """
+
+    block = declared_bytes = None  # messages are exact; their bytes are those of P2
 
     def __init__(self, world, ledger, reduction, chunk_bytes=CHUNK_BYTES):
         if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:

@@ -65,7 +65,7 @@ def main(argv=None):
     for row in promises(Trial(world, engine, args.precision, tolerance=args.tolerance)):
         rows.append(row)
         status = "pass" if row.passed else "FAIL"
-        say(f"{row.promise:5} {row.compared:56} {row.figure:32} {status}", flush=True)
+        say(f"{row.promise:5} {row.compared:58} {row.figure:30} {status}", flush=True)
         if row.where:
             say(f"      {row.where}", flush=True)
     given_up = dict.fromkeys(row.promise for row in rows if not row.passed)

@@ -192,7 +192,8 @@ def _(real, unit):
 
 @mistake("the norm is summed in float32", "order_is_kept", (Unit, "squares"))
 def _(real, unit):
-    return [float(np.sum(p**2, dtype=p.dtype)) for p in np.split(unit.summed, unit.layout.pieces)]
+    pieces = np.split(unit.summed, unit.layout.pieces)
+    return np.array([np.sum(piece**2, dtype=piece.dtype) for piece in pieces], np.float64)
 
 
 @mistake("the norm is left scaled in float16", "updates_are_right", (ZeRO, "_agree"))

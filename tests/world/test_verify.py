@@ -5,8 +5,10 @@ import re
 import numpy as np
 import pytest
 from faults.planted import PLANTED
+from own.nibbles import Nibbles, Swapped
 
 import zmpi.verify
+from zmpi import ZeRO
 from zmpi.proof.outcome import Outcome, Part, Taken
 from zmpi.trial import Trial
 from zmpi.verify import promises
@@ -81,3 +83,27 @@ def test_a_weight_that_is_not_a_number_is_a_difference():
     assert np.isnan(bad.difference(good)) and np.isnan(good.difference(bad))
     assert bad.compared(good, "there").where == "a run, step 1: weight w[1]: nan here, 2 there"
     assert good.difference(good) == 0.0 and not good.compared(good, "there").where
+
+
+@pytest.mark.sizes(3)
+def test_rounding_as_declared_passes_and_swapped_nibbles_look_nothing_like_it(world):
+    checks = zmpi.verify.messages_arrive, zmpi.verify.stages_agree, zmpi.verify.volumes_are_exact
+    trials = [Trial(world, engine=engine_with(kind)) for kind in (Nibbles, Swapped)]
+    right, swapped = (list(promises(trial.but(tolerance=0.1), checks)) for trial in trials)
+    assert [row for row in right if not row.passed] == []
+    gathered = [float(re.search(r"off by (\S+)", rows[0].figure)[1]) for rows in (right, swapped)]
+    assert gathered[0] <= 0.072 and gathered[1] > 1  # 1/14 of a block's largest: half a step of 7
+    assert not swapped[0].passed and "rank 0's shard" in swapped[0].where
+    assert not swapped[2].passed and "loss after 50 steps" in swapped[2].where
+
+
+@pytest.mark.sizes(3)
+def test_rounding_that_is_not_declared_is_red(world):
+    trial = Trial(world, engine=engine_with(Nibbles))
+    rows = red(trial, "messages_arrive")
+    assert [row.compared.split(" with ")[0] for row in rows][:1] == ["gathered weights"]
+
+
+def engine_with(communicator):
+    """ZeRO with a communicator of one's own."""
+    return type("Own", (ZeRO,), {"make_communicator": communicator})

@@ -53,7 +53,7 @@ def _moved(trial):
                     pair = f"{here:,} {what} here, {there:,} by the formula"
                     text = f"{name}, step 1, {kind} of {unit.layout.name}: {pair}"
                     yield Finding(abs(here - there), text)
-    if not getattr(zero.comm, "declared_bytes", None):
+    if not zero.comm.declared_bytes:
         yield from _padding(zero, payload, name)
     yield from _evaluated(zero, trial.data(0), booked, name)
 
@@ -90,7 +90,7 @@ def _formula(zero, unit, micro_batches):
     layout, comm = unit.layout, zero.comm
     calls = elements_moved(zero.stage, zero.schedule, {layout.name: 1}, micro_batches, comm.ordered)
     itemsize = zero.policy.recipe.parameter.itemsize
-    declared = getattr(comm, "declared_bytes", None)
+    declared = comm.declared_bytes
     found = {}
     for kind in MOVING:
         whole = kind == "all_gather" and not zero.stage.parameters

@@ -89,6 +89,6 @@ def _row(trial, figures):
     most = max(figure[0] for figure in seen)
     left = max(sum(figure[1].values()) for figure in seen)
     unnamed = max(figure[2] for figure in seen)
-    words = f"{most} at most, {left} after, {unnamed / 1024:.0f} KiB unnamed"
+    words = f"{most} at most, {left} after, {unnamed / 1024:.0f} KiB more"
     text = f"full vectors alive at stage 3, prefetch {trial.prefetch}"
     return Row("P3", text, words, not wrong, wrong)

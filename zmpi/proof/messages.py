@@ -92,7 +92,7 @@ def _block_error(comm, layout, numbers, where, bound):
 
 
 def _block(comm):
-    return getattr(comm, "block", None) or BLOCK
+    return comm.block or BLOCK
 
 
 def _loss_follows(trial):

@@ -71,6 +71,29 @@ class Outcome:
         first = found[0][0]
         return Finding(size or decisive[0].size, f"{self.run}, {first.where}", first.order)
 
+    def drifted(self, other, reference, tolerance):
+        """The Finding of a run whose messages are rounded: its losses, and how far its own weights are from the other's.
+
+        Weights are compared as one vector, relative to the length of the whole model's: an element that starts at zero
+        takes its first steps by the sign of a gradient that may be all rounding.
+        """
+        losses = [
+            off(*map(np.array, (a.loss, b.loss)))
+            for a, b in zip(self.steps, other.steps, strict=True)
+        ]
+        apart = 0.0
+        for name, part in self.steps[-1].weights.items():
+            _, mine, its = part.common(other.steps[-1].weights[name])
+            apart += float((mine - its) @ (mine - its))
+        length = sum(float(np.sum(array**2)) for array in other.final.values())
+        size = float(np.max([*losses, np.sqrt(apart / length)]))
+        if size <= tolerance:
+            return Finding(size)
+        last = self.steps[-1].loss, other.steps[-1].loss
+        text = f"{self.run}, step {len(self.steps)}: loss {both(*last, reference)}"
+        found = self.compared(other, reference, tolerance)
+        return Finding(size, found.where or text, found.order)
+
     def _findings(self, other, reference, bound):
         """(Finding, whether it decides), in the order in which the numbers came to be."""
         for step, (mine, its) in enumerate(zip(self.steps, other.steps, strict=True), 1):

@@ -42,7 +42,7 @@ def judged(trial, promise, compared, findings, good="same bits", figure=None):
     wrong, size = [first for first, _ in ranks if first], _most(size for _, size in ranks)
     words = (figure or _relative)(size) if size else good
     if trial.tolerance and promise.startswith("P1") and size:
-        words += f"; declared {trial.tolerance:g}"
+        words = f"off by {size:.1e} (declared {trial.tolerance:g})"
     if not wrong:
         return Row(promise, compared, words, True)
     _, rank, where = min(wrong)
