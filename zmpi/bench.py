@@ -4,104 +4,48 @@ import json
 import re
 import sys
 from contextlib import ExitStack, closing
+from math import prod
 from time import sleep
 
+from models import units
 from zmpi import __version__
 from zmpi.cost.bench_table import heading, stage_table, sweep_table
 from zmpi.cost.measure import Trial, measure_stage
 from zmpi.cost.page import open_page, write_report
 from zmpi.data import Batches, load_text
+from zmpi.manners.bench_flags import bench_flags
 from zmpi.manners.guard import UsageError
 from zmpi.manners.machine import machine
-from zmpi.manners.model_flags import SEEDS, build_model, model_flags, refuse_beyond_memory
-from zmpi.manners.options import Parser, check_files, file_name, named_as_flags, real, whole
+from zmpi.manners.model_flags import (
+    SIZES,
+    build_model,
+    one_target,
+    refuse_beyond_memory,
+)
+from zmpi.manners.optimizer_flags import OPTIMIZERS, own_optimizer
+from zmpi.manners.options import Parser, check_files, named_as_flags
 from zmpi.manners.output import Output
-from zmpi.manners.start import refuse_different_texts, start, world_flags
+from zmpi.manners.own import Place, leave_defaults
+from zmpi.manners.start import engine_of, refuse_different_texts, start
 from zmpi.manners.streams import check_printed
-from zmpi.optim import AdamW
-from zmpi.precision import RECIPES, Policy
+from zmpi.precision import Policy
 
 COMMAND = "zmpi.bench"
-SIZES = ("depth", "width", "heads", "context", "vocab")
+LR = {"lr": 3e-3}
+ATTRIBUTES = ("depth", "width", "heads", "context", "vocab")
 
 
 def parser():
-    """All flags."""
+    """All flags. The names are a contract."""
     flags = Parser(COMMAND, __doc__)
-    model_flags(flags.add_argument_group("model and data"))
-    _what(flags.add_argument_group("what is run").add_argument)
-    _how(flags.add_argument_group("how it is run"))
-    _outputs(flags.add_argument_group("what comes out").add_argument)
+    bench_flags(flags)
     return flags
-
-
-def _what(add):
-    add(
-        "--data",
-        type=file_name,
-        default="builtin",
-        help="builtin, a text file (tokens are bytes), or a .bin file (uint16)",
-    )
-    add("--stages", default="0,1,2,3", help="ZeRO stages, with commas between")
-    add(
-        "--precision",
-        choices=[name for name in RECIPES if name != "float64"],
-        default="float32",
-        help="number types",
-    )
-    add("--micro-batch", type=whole(1), default=8, help="sequences per rank and micro-batch")
-    add("--accumulate", type=whole(1), default=1, help="micro-batches per step and rank")
-    add("--warm-up", type=whole(1), default=2, help="steps before the clock starts")
-    add("--steps", type=whole(5), default=7, help="timed steps, the median of which counts")
-    add("--seed", type=whole(0, SEEDS), default=0, help="seed of weights and data")
-    add(
-        "--sweep",
-        choices=("ranks", "batch", "width"),
-        help="repeat it over one axis (default: no sweep)",
-    )
-
-
-def _outputs(add):
-    add(
-        "--flops",
-        type=real(0, above=True),
-        help="FLOPs per second that a rank could reach, for utilisation (default: none)",
-    )
-    add("--json", type=file_name, metavar="FILE", help="all figures (default: none)")
-    add(
-        "--report",
-        type=file_name,
-        metavar="DIR",
-        help="pictures, and one HTML page with them and the tables (default: none)",
-    )
-
-
-def _how(group):
-    add = group.add_argument
-    add(
-        "--reduction",
-        choices=("auto", "mpi", "ordered"),
-        default="auto",
-        help="who sums gradients: MPI, or the owner",
-    )
-    add(
-        "--prefetch",
-        type=int,
-        choices=(0, 1),
-        default=1,
-        help="gathers started before they are needed",
-    )
-    add(
-        "--recompute",
-        action="store_true",
-        help="keep layer inputs only, and run each forward again",
-    )
-    world_flags(group)
 
 
 def main(argv=None):
     """Run the command; what is wrong with it ends all ranks with one line."""
     args, world = start(parser(), argv)
+    leave_defaults(args, "model", SIZES, parser().given(argv))
     with ExitStack() as held:  # the files, given back however this ends
         _run(args, world, held)
 
@@ -166,16 +110,22 @@ def _trial(args, world, point):
     def build():
         return build_model(args, **changed)
 
-    build()
+    model = build()
     with named_as_flags():
         policy = Policy(args.precision, args.prefetch, args.recompute)
     world.reduction_for(policy.recipe)
-    text = load_text(args.data, args.context, args.vocab, world.rank, world.size)
-    batches = Batches.on(world, text, micro_batch, last_only=args.model == "mlp")
-    optimizer = AdamW(lr=3e-3, clip=1.0)
-    return Trial(
-        build, policy, optimizer, args.seed, batches, args.accumulate, args.warm_up, args.steps
-    )
+    text = load_text(args.data, model.context, model.vocab, world.rank, world.size)
+    batches = Batches.on(world, text, micro_batch, one_target(model))
+    steps = args.accumulate, args.warm_up, args.steps
+    parts = engine_of(args.comm)
+    return Trial(build, policy, _optimizer(args), args.seed, batches, *steps, parts)
+
+
+def _optimizer(args):
+    """The optimizer of the flag, whose hyperparameters change no cost."""
+    if isinstance(args.optimizer, Place):
+        return own_optimizer(args.optimizer, {}, LR)
+    return OPTIMIZERS[args.optimizer](**LR, clip=1.0)
 
 
 def _bench(args, world, stages, point):
@@ -192,13 +142,17 @@ def _bench(args, world, stages, point):
             "point": point,
             "model": {
                 "kind": args.model,
-                **{name: getattr(model, name) for name in SIZES if hasattr(model, name)},
+                **{name: getattr(model, name) for name in ATTRIBUTES if hasattr(model, name)},
             },
-            "parameters": trial.setting(part).walk(0).elements,
+            "parameters": sum(
+                prod(shape) for unit in units(model).values() for shape in unit.shapes.values()
+            ),
             "recipe": trial.policy.recipe.bytes_per_parameter(len(trial.optimizer.moments)),
             "size": part.size,
             "micro_batch": trial.batches.micro_batch,
             "accumulate": args.accumulate,
+            "optimizer": args.optimizer,
+            "comm": args.comm,
             "prefetch": args.prefetch,
             "recompute": args.recompute,
             "steps": args.steps,

@@ -12,7 +12,7 @@ from zmpi.checkpoint import Keeper, find, load
 from zmpi.cost.watch import watched
 from zmpi.data import Batches, described, load_text
 from zmpi.manners.guard import Agreed, UsageError
-from zmpi.manners.model_flags import SIZES, build_model, one_target, refuse_beyond_memory, window_of
+from zmpi.manners.model_flags import SIZES, build_model, one_target, refuse_beyond_memory
 from zmpi.manners.optimizer_flags import HYPERPARAMETERS, build_optimizer
 from zmpi.manners.options import Parser, named_as_flags
 from zmpi.manners.own import leave_defaults
@@ -54,7 +54,7 @@ def _run(args, world, argv, held):
     with world.agreed():
         _take_settings(args, world, argv, manifest)
         model = build_model(args)
-        text = load_text(args.data, *window_of(model, args), world.rank, world.size)
+        text = load_text(args.data, model.context, model.vocab, world.rank, world.size)
     refuse_different_texts(world, text)
     with world.agreed():
         if manifest:

@@ -2,18 +2,19 @@
 
 from zmpi.manners.table import in_bytes, seconds, table
 
-EQUAL, UNEQUAL = "✓", "≠"
+EQUAL, UNEQUAL, UNKNOWN = "✓", "≠", "unknown"
 
 
 def heading(report):
     """The model, the recipe, the world and the machine, in a few lines."""
     model, machine, recipe = report["model"], report["machine"], report["recipe"]
     size, sequences = report["size"], report["micro_batch"] * report["accumulate"] * report["size"]
-    heads = f", {model['heads']} heads" if "heads" in model else ""
+    words = {"depth": "{} layers", "width": "width {}", "heads": "{} heads"}
+    words |= {"context": "context {}", "vocab": "vocab {}"}
+    sizes = ", ".join(text.format(model[name]) for name, text in words.items() if name in model)
     return "\n".join(
         [
-            f"zmpi {report['zmpi']} bench: {model['kind']}, {model['depth']} layers, width {model['width']}{heads},"
-            f" context {model['context']}, vocab {model['vocab']}: {report['parameters']:,} parameters",
+            f"zmpi {report['zmpi']} bench: {model['kind']}, {sizes}: {report['parameters']:,} parameters",
             f"recipe {recipe['parameters']} + {recipe['gradients']} + {recipe['optimizer']} bytes per parameter"
             f" ({recipe['name']}), reduction {report['reduction']}, prefetch {report['prefetch']},"
             f" recompute {'on' if report['recompute'] else 'off'}",
@@ -70,12 +71,11 @@ def _speed_rows(report):
         of("step", lambda row: seconds(row["step_s"])),
         of("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}"),
         of("blocked in communication", lambda row: percent(row["blocked_share"])),
-        of("model FLOPs/s per rank", lambda row: f"{row['flops_per_s'] / 1e9:,.2f} G"),
+        of("model FLOPs/s per rank", lambda row: _flops(row, lambda x: f"{x / 1e9:,.2f} G")),
     ]
     if report["peak_flops"]:
-        lines.append(
-            of("utilisation", lambda row: f"{row['flops_per_s'] / report['peak_flops']:.1%}")
-        )
+        peak = report["peak_flops"]
+        lines.append(of("utilisation", lambda row: _flops(row, lambda x: f"{x / peak:.1%}")))
     for kind, name in (("all_gather", "all-gather"), ("reduce_scatter", "reduce-scatter")):
         lines.append(of(f"{name}: skew", lambda row, kind=kind: spread(row["skew_s"][kind])))
         lines.append(
@@ -83,6 +83,10 @@ def _speed_rows(report):
         )
     lines.append(of("final loss", lambda row: f"{row['loss']:.6f}"))
     return lines
+
+
+def _flops(row, write):
+    return UNKNOWN if row["flops_per_s"] is None else write(row["flops_per_s"])
 
 
 def stage_table(report):
@@ -98,6 +102,12 @@ def stage_table(report):
     notes += [
         f"stage {row['stage']} failed: {row['error']}" for row in report["stages"] if "error" in row
     ]
+    reasons = {row["unplanned"] for row in report["stages"] if "unplanned" in row}
+    notes += [f"not planned: the dry run cannot walk this model ({reason})" for reason in reasons]
+    if report.get("comm"):
+        notes.append(
+            f"formula and plan are those of zmpi's own communicator, not of {report['comm']}"
+        )
     return "\n".join(notes)
 
 
@@ -114,13 +124,16 @@ def _line(report, label, cell):
 def _pair(report, label, pick, expected, exact=True):
     """Two lines: what is expected, and what was measured, with a sign."""
 
+    blank = "  " if exact else " " * 7
+
     def measured(row):
         both = pick(row)
+        if both[expected] is None:
+            return figures(both["measured"]) + blank
         if not exact:
             return f"{figures(both['measured'])} x{_ratio(both, expected):.3f}"
         return f"{figures(both['measured'])} {EQUAL if is_equal(both, expected) else UNEQUAL}"
 
-    blank = "  " if exact else " " * 7
     return [
         _line(report, f"{label}, {expected}", lambda row: figures(pick(row)[expected]) + blank),
         _line(report, " " * len(label) + "  measured", measured),
@@ -143,6 +156,8 @@ def is_equal(both, expected):
 
 def figures(values):
     """A number, or the lowest and highest of the ranks'."""
+    if values is None:
+        return UNKNOWN
     if not isinstance(values, list):
         return f"{values:,}"
     low, high = min(values), max(values)
@@ -180,4 +195,4 @@ def sweep_table(axis, reports):
 def point_of(axis, report):
     """The report's place on the axis, in words."""
     place = {"ranks": "size", "batch": "micro_batch"}.get(axis)
-    return f"{axis} {report[place] if place else report['model']['width']}"
+    return f"{axis} {report[place] if place else report['point']['width']}"

@@ -4,13 +4,13 @@ Only what would take time is left out, and it is the same each time: a second la
 block of an optimizer, and the messages themselves. The ledger of a dry run is that of a real run, to the byte.
 """
 
+from collections.abc import Hashable
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 
-from models import MLP
 from models.layer import Layer
 from zmpi.comm import Communicator
 from zmpi.cost.counted import Counted, Meter
@@ -130,7 +130,7 @@ class CountedModel:
     def batch(self, micro_batch):
         """The shapes of a micro-batch's inputs and targets."""
         inputs = micro_batch, self._model.context
-        return inputs, inputs[:1] if isinstance(self._model, MLP) else inputs
+        return inputs, inputs[:1] if getattr(self._model, "one_target", False) else inputs
 
 
 class Remembered(Layer):
@@ -143,10 +143,9 @@ class Remembered(Layer):
             layer.unit,
             layer.backward_needs_weights,
         )
-        sizes = sorted(
-            (name, value) for name, value in vars(layer).items() if isinstance(value, int)
-        )
-        self._key = type(layer), repr(layer.shapes()), tuple(sizes)
+        settings = sorted(vars(layer).items())
+        same = tuple(_hashable(setting) for setting in settings if setting[0] != "name")
+        self._key = type(layer), repr(layer.shapes()), same
 
     def shapes(self):
         return self._layer.shapes()
@@ -192,19 +191,36 @@ class Memo:
         return (needed, meter.flops - flops, _pattern(result, bases)), result
 
 
+def _hashable(setting):
+    """A layer's setting as part of a key; what cannot be compared is itself."""
+    name, value = setting
+    return name, value if isinstance(value, Hashable) else repr(value)
+
+
+def _parts(value):
+    """What is nested in a tuple, a list or a dictionary; None for all else."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (tuple, list)) else None
+
+
+def _same_nest(value, parts):
+    """The parts in a nest like `value`."""
+    return dict(zip(value, parts, strict=True)) if isinstance(value, dict) else type(value)(parts)
+
+
 def _arrays(value):
-    """The counted arrays in nested tuples."""
+    """The counted arrays in nested tuples, lists and dictionaries."""
     if isinstance(value, Counted):
         yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from _arrays(part)
+    for part in _parts(value) or ():
+        yield from _arrays(part)
 
 
 def _pattern(value, bases):
     """`value` with (index of its base, base's shape, shape, type) in place of arrays; unknown bases are added to `bases`."""
-    if isinstance(value, tuple):
-        return tuple(_pattern(part, bases) for part in value)
+    if _parts(value) is not None:
+        return _same_nest(value, [_pattern(part, bases) for part in _parts(value)])
     if not isinstance(value, Counted):
         return value
     found = [i for i, base in enumerate(bases) if base is value.base]
@@ -224,8 +240,8 @@ class Leaf:
 
 def _rebuilt(pattern, bases, meter):
     """The value of a pattern, its new bases made."""
-    if isinstance(pattern, tuple):
-        return tuple(_rebuilt(part, bases, meter) for part in pattern)
+    if _parts(pattern) is not None:
+        return _same_nest(pattern, [_rebuilt(part, bases, meter) for part in _parts(pattern)])
     if not isinstance(pattern, Leaf):
         return pattern
     if pattern.base == len(bases):

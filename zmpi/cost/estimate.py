@@ -1,10 +1,10 @@
 """What a plan is made of: dry runs of a model at every stage, how large it may grow, and how long a step may take."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from zmpi.cost.dryrun import CountedWorld, DryRun, Memo
-from zmpi.optim import AdamW
+from zmpi.optim import AdamW, Optimizer
 from zmpi.precision import Policy
 
 HIGHEST = 4096  # layers or sequences to which a search for the largest goes
@@ -21,11 +21,13 @@ class Setting:
     accumulate: int = 1
     reduction: str = "auto"
     memo: Memo = field(default_factory=Memo)
+    optimizer: Optimizer = field(default_factory=lambda: AdamW(clip=1.0))
 
     def walk(self, stage, layers=None, micro_batch=None, rank=0):
         """A dry run of one step of this setting; returns a Walk."""
         world = CountedWorld(self.ranks, rank, self.reduction)
-        run = DryRun(self.build(layers), world, stage, AdamW(clip=1.0), self.policy, self.memo)
+        model = self.build(layers)
+        run = DryRun(model, world, stage, self.optimizer, self.policy, self.memo)
         run.count_step(micro_batch or self.micro_batch, self.accumulate)
         return Walk(run)
 
@@ -121,7 +123,7 @@ def speed_of(report):
 
     Raises ValueError, or what Python has for a wrong type or a missing key, where it holds none.
     """
-    rows = [row for row in report.get("stages", []) if "error" not in row]
+    rows = [row for row in report.get("stages", []) if row.get("flops")]
     flops = sorted(row["flops"] / (row["step_s"] - row["blocked_s"]) for row in rows)
     sent = sorted(
         row["bytes_sent"] / row["blocked_s"]
@@ -145,15 +147,8 @@ def ranks_that_pay(setting, stage, speed):
     def messages_win(ranks):
         each = max(1, batch // ranks)
         micro_batch = min(setting.micro_batch, each)
-        part = Setting(
-            setting.build,
-            ranks,
-            setting.policy,
-            micro_batch,
-            each // micro_batch,
-            setting.reduction,
-            setting.memo,
-        )
+        sizes = {"micro_batch": micro_batch, "accumulate": each // micro_batch}
+        part = replace(setting, ranks=ranks, **sizes)
         walk = part.walk(stage)
         return speed.comm_s(walk) >= speed.compute_s(walk)
 

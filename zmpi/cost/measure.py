@@ -8,7 +8,7 @@ from time import perf_counter
 
 from zmpi.cost.estimate import Setting
 from zmpi.cost.probes import PeakResident, ProbedZeRO, TracedZeRO
-from zmpi.cost.watch import watched
+from zmpi.cost.watch import joined, watched
 from zmpi.data import Batches
 from zmpi.engine import ZeRO
 from zmpi.ledger import OWNED
@@ -35,9 +35,11 @@ class Trial:
     accumulate: int
     warm_up: int  # steps that are not timed
     steps: int  # steps that are
+    parts: type = ZeRO  # the engine, with parts of one's own
 
     def engine(self, kind, world, stage):
-        """A fresh engine of that class, at step 0."""
+        """A fresh engine of that class with these parts, at step 0."""
+        kind = joined(kind, self.parts)
         return kind(self.build(), world, stage, self.optimizer, self.seed, self.policy)
 
     def step(self, zero, how="train_step"):
@@ -54,7 +56,15 @@ class Trial:
             self.batches.micro_batch,
             self.accumulate,
             reduction,
+            optimizer=self.optimizer,
         )
+
+    def walk(self, world, stage, policy=None):
+        """(a dry run of this rank's step, None), or (None, why there is none: arrays that are only counted cannot do all)."""
+        try:
+            return self.setting(world, policy).walk(stage, rank=world.rank), None
+        except (TypeError, AttributeError, ValueError) as error:
+            return None, f"{type(error).__name__}: {error}"
 
 
 def measure_stage(trial, world, stage, lanes=False):
@@ -62,9 +72,9 @@ def measure_stage(trial, world, stage, lanes=False):
 
     All ranks call it. What fails on all of them is a row with "error". `lanes` adds the timeline of one step.
     """
-    walk = trial.setting(world).walk(stage, rank=world.rank)
-    row = {"stage": stage}
-    lacking = _lacking(world, walk.peak)
+    walk, unplanned = trial.walk(world, stage)
+    row = {"stage": stage} | ({"unplanned": unplanned} if unplanned else {})
+    lacking = _lacking(world, walk.peak) if walk else None
     if lacking:
         return row | {"error": lacking}
     try:
@@ -76,10 +86,9 @@ def measure_stage(trial, world, stage, lanes=False):
     except Agreed as error:
         return {"stage": stage, "error": str(error)}
     policy = Policy(trial.policy.precision, trial.policy.prefetch)
-    row["flops"] = (
-        trial.setting(world, policy).walk(stage).flops
-    )  # recomputation is no work of the model's
-    row["flops_per_s"] = row["flops"] / row["step_s"]
+    bare = trial.walk(world, stage, policy)[0]  # recomputation is no work of the model's
+    row["flops"] = bare.flops if bare else None
+    row["flops_per_s"] = bare.flops / row["step_s"] if bare else None
     return row
 
 
@@ -189,21 +198,35 @@ def _memory(trial, world, stage, walk):
     trial.step(zero, "traced_step")
     ledger, highest = zero.ledger, zero.ledger.highest()
     memory = ledger["memory"]
-    found = {
-        "full": (walk.full, memory["full_peak"]),
-        "work": (walk.work, memory["work"]),
-        "activations": (walk.activations, ledger.highest_activations()),
-        "temporaries": (walk.at_peak["temporaries"], highest.temporaries),
-        "peak": (walk.peak, highest.total),
+    measured = {
+        "full": memory["full_peak"],
+        "work": memory["work"],
+        "activations": ledger.highest_activations(),
+        "temporaries": highest.temporaries,
+        "peak": highest.total,
     }
+    planned = _planned(walk) if walk else dict.fromkeys(measured)
     both = {
-        kind: {"planned": everyone(world, a), "measured": everyone(world, b)}
-        for kind, (a, b) in found.items()
+        kind: {"planned": everyone(world, planned[kind]), "measured": everyone(world, nbytes)}
+        for kind, nbytes in measured.items()
     }
+    if not walk:
+        both = {kind: {**figures, "planned": None} for kind, figures in both.items()}
     return {
         "arrays": both,
         "peak_at": f"{highest.verb} {highest.name}",
         "moments": [{"verb": m.verb, "name": m.name, **m.by_kind()} for m in ledger.moments],
+    }
+
+
+def _planned(walk):
+    """Bytes of arrays by kind, as the dry run counted them."""
+    return {
+        "full": walk.full,
+        "work": walk.work,
+        "activations": walk.activations,
+        "temporaries": walk.at_peak["temporaries"],
+        "peak": walk.peak,
     }
 
 

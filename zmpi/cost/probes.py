@@ -43,8 +43,8 @@ class TracedZeRO(WatchedZeRO):
 class ProbedCommunicator(Communicator):
     """A communicator that meets the other ranks before each collective, and so knows who was late."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
         self.skew_s = (
             Counter()
         )  # (kind, unit) -> seconds waited for the slowest rank before the collective began

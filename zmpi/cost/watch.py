@@ -8,8 +8,10 @@ The engine itself knows nothing of this, and pays nothing for it.
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from models.layer import Layer
+from zmpi.comm import Communicator
 from zmpi.engine import ZeRO
 from zmpi.ledger import OWNED, WORK, Ledger
 from zmpi.unit import Unit
@@ -116,6 +118,26 @@ def watched(engine, ledger):
     )
     parts = {"make_ledger": staticmethod(ledger), "make_unit": unit}
     return type(f"Watched{engine.__name__}", (WatchedZeRO, engine), parts)
+
+
+def joined(kind, engine):
+    """A `kind` of WatchedZeRO (or ZeRO itself) with the parts of an engine class of one's own."""
+    if ZeRO in (kind, engine):
+        return engine if kind is ZeRO else kind
+    parts = {
+        "make_unit": _both(kind.make_unit, engine.make_unit, Unit),
+        "make_communicator": _both(kind.make_communicator, engine.make_communicator, Communicator),
+    }
+    return type(f"{kind.__name__}Of{engine.__name__}", (kind, engine), parts)
+
+
+def _both(outer, own, plain):
+    """A class of what two classes add to a `plain` one. `own` may be a partial of its class."""
+    if plain in (outer, own):
+        return own if outer is plain else outer
+    if isinstance(own, partial):
+        return partial(_both(outer, own.func, plain), *own.args, **own.keywords)
+    return type(f"{outer.__name__}Of{own.__name__}", (outer, own), {})
 
 
 @dataclass(frozen=True)

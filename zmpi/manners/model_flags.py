@@ -5,6 +5,7 @@ from math import prod
 
 from models import GPT, MLP
 from models.layer import units
+from zmpi.domains import Domain
 from zmpi.manners.launch import ranks_on_this_node
 from zmpi.manners.machine import node_memory
 from zmpi.manners.options import named_as_flags, whole
@@ -16,7 +17,10 @@ from zmpi.stages import STAGES, state_bytes
 SEEDS = 1 << 64
 MODELS = ("transformer", "mlp")
 SIZES = {"layers": 2, "width": 128, "heads": 4, "context": 64, "vocab": 256}
-WINDOW = ("context", "vocab")
+WINDOW = (
+    "context",
+    "vocab",
+)  # what a model's data needs to know; one that has none gets the flags'
 LAYER = ("name", "unit", "backward_needs_weights", "shapes", "init", "forward", "backward")
 
 
@@ -64,7 +68,7 @@ def build_model(args, **changed):
 
 
 def _own_model(place, sizes):
-    """A model of a class of one's own, which was called with the sizes that are not None."""
+    """A model of a class of one's own, called with the sizes that are not None; its data's are those of the flags."""
     model = call("--model", place, load_class("--model", place), sizes, SIZES)
     layers, loss = getattr(model, "layers", None), getattr(model, "loss", None)
     if not isinstance(layers, (list, tuple)) or not layers or not callable(loss):
@@ -78,15 +82,12 @@ def _own_model(place, sizes):
             )
     try:
         units(model)
-    except ValueError as error:
+        for name in WINDOW:
+            size = Domain(1, whole=True).of(name, getattr(model, name, sizes[name] or SIZES[name]))
+            object.__setattr__(model, name, size)
+    except (ValueError, AttributeError) as error:
         raise ValueError(f"--model: {place}: {error}") from None
     return model
-
-
-def window_of(model, args):
-    """(context, vocab) of a model's data: its own, where it has them, or else those of the flags."""
-    sizes = {name: getattr(model, name, None) or getattr(args, name) for name in WINDOW}
-    return tuple(sizes[name] or SIZES[name] for name in WINDOW)
 
 
 def one_target(model):
@@ -103,7 +104,7 @@ def refuse_beyond_memory(args, model, world, stage):
         prod(shape) for unit in units(model).values() for shape in unit.shapes.values()
     )
     state = state_bytes(STAGES[stage], parameters, world.size, RECIPES[args.precision])
-    tokens = args.micro_batch * (window_of(model, args)[0] + 1)
+    tokens = args.micro_batch * (model.context + 1)
     needed = {
         f"--width: the state of {parameters:,} parameters": sum(state.values()),
         f"--micro-batch: a layer's input, {args.micro_batch} sequences,": 4

@@ -64,11 +64,11 @@ def build_optimizer(args):
     """The optimizer of the flags. Raises ValueError for a flag that it does not have."""
     given = {name: getattr(args, name) for name in HYPERPARAMETERS}
     if isinstance(args.optimizer, Place):
-        found = load_class("--optimizer", args.optimizer, (Optimizer,), "Optimizer")
+        found = _own_class(args.optimizer)
         cosine = (given["schedule"] or found.schedule) == "cosine"
         if cosine and not (given["decay_steps"] or found.decay_steps):
             given["decay_steps"] = _decay_steps(args, found.warmup)
-        return call("--optimizer", args.optimizer, found, given, {})
+        return own_optimizer(args.optimizer, given, SHARED)
     kind = OPTIMIZERS[args.optimizer]
     own = {field.name for field in fields(kind)}
     given = {name: value for name, value in given.items() if value is not None}
@@ -79,6 +79,15 @@ def build_optimizer(args):
         )
     with named_as_flags():
         return kind(**{**given, "decay_steps": _decay_steps(args, SHARED["warmup"])})
+
+
+def own_optimizer(place, given, defaults):
+    """The optimizer of a class of one's own; `given` and `defaults` as in own.call."""
+    return call("--optimizer", place, _own_class(place), given, defaults)
+
+
+def _own_class(place):
+    return load_class("--optimizer", place, (Optimizer,), "Optimizer")
 
 
 def _decay_steps(args, warmup):

@@ -21,7 +21,7 @@ def train_flags(flags):
     optimizer_flags(flags.add_argument_group("optimizer"))
     run = flags.add_argument_group("how it is run")
     _state_flags(run)
-    _step_flags(run)
+    step_flags(run)
     world_flags(run)
     _output_flags(flags.add_argument_group("what is kept"))
 
@@ -70,7 +70,8 @@ def _state_flags(group):
     )
 
 
-def _step_flags(group):
+def step_flags(group):
+    """Add the flags of how a step is carried out."""
     add = group.add_argument
     add(
         "--reduction",
