@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+import models
 from models.layer import units
 from zmpi.domains import Domain
 from zmpi.manners.agree import same_on_all_ranks
@@ -278,8 +279,11 @@ def _describe(zero):
 
 
 def _model(model):
+    kind = _name(model)
+    if type(model).__module__.partition(".")[0] != "models" and hasattr(models, kind):
+        kind = f"{kind} of your own"  # which no command takes for the one of that name
     return {
-        "kind": _name(model),
+        "kind": kind,
         **{name: getattr(model, name) for name in SIZES if hasattr(model, name)},
     }
 

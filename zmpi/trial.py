@@ -22,7 +22,12 @@ MODELS = {
     "GPT": GPT(layers=3, width=15, heads=3, context=7, vocab=29),
     "MLP": MLP(layers=2, width=5, context=3, vocab=11),
 }
-LARGE = GPT(layers=3, width=64, heads=4, context=16, vocab=401)  # units stand out in a memory trace
+SMALL = (  # sizes of a model of one's own: those of the GPT above, or even ones
+    {"layers": 3, "width": 15, "heads": 3, "context": 7, "vocab": 29},
+    {"layers": 3, "width": 24, "heads": 4, "context": 8, "vocab": 32},
+)
+LARGER = {"layers": 3, "width": 64, "heads": 4, "context": 16, "vocab": 401}
+LARGE = GPT(**LARGER)  # units stand out in a memory trace
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ From Python, `promises(Trial(world, engine=MyZeRO))` checks a changed engine or 
 import sys
 from argparse import ArgumentTypeError
 
+from zmpi.manners.model_flags import own_model
+from zmpi.manners.optimizer_flags import own_optimizer
 from zmpi.manners.options import Parser, real
 from zmpi.manners.own import own_or
 from zmpi.manners.start import engine_of, start, world_flags
@@ -26,7 +28,7 @@ from zmpi.proof.training import (
 )
 from zmpi.proof.updates import updates_are_right
 from zmpi.proof.walks import walks_are_whole
-from zmpi.trial import Trial
+from zmpi.trial import LARGER, SMALL, Trial
 
 # Each yields rows from a Trial. What a later one builds on comes first.
 CHECKS = {
@@ -57,12 +59,12 @@ def main(argv=None):
     """Run the command; status 1 if a promise is not kept."""
     args, world = start(_parser(), argv)
     with world.agreed():
-        engine = engine_of(args.comm)
+        trial = _trial(args, world)
     say = print if world.rank == 0 else _nothing
     opening = f"{world.size} rank(s), {args.precision}, device {world.device.name}, {world.library}"
     say(f"zmpi.verify: {opening}", flush=True)
     rows = []
-    for row in promises(Trial(world, engine, args.precision, tolerance=args.tolerance)):
+    for row in promises(trial):
         rows.append(row)
         status = "pass" if row.passed else "FAIL"
         say(f"{row.promise:5} {row.compared:58} {row.figure:30} {status}", flush=True)
@@ -78,6 +80,19 @@ def main(argv=None):
     with world.agreed():
         check_printed()
     sys.exit(1 if given_up else 0)
+
+
+def _trial(args, world):
+    """The Trial of the flags. Raises ValueError for a class of one's own that cannot be taken."""
+    trial = Trial(world, engine_of(args.comm), args.precision, tolerance=args.tolerance)
+    if args.model:
+        name = args.model.name
+        models = {name: own_model(args.model, *SMALL)}
+        trial = trial.but(model=name, models=models, large=own_model(args.model, LARGER, *SMALL))
+    if args.optimizer:
+        mine = {name: getattr(trial.optimizer, name) for name in ("lr", "clip", "warmup")}
+        trial = trial.but(optimizer=own_optimizer(args.optimizer, mine, mine))
+    return trial
 
 
 def _parser():
@@ -96,6 +111,13 @@ def _parser():
         metavar="FILE:CLASS",
         help="a Communicator or ZeRO of your own (default: zmpi, its own)",
     )
+    for name in ("model", "optimizer"):
+        add(
+            f"--{name}",
+            type=own_or(),
+            metavar="FILE:CLASS",
+            help=f"{name} of your own, made small (default: zmpi's)",
+        )
     add(
         "--tolerance",
         type=_tolerance,

@@ -9,7 +9,7 @@ from zmpi.domains import Domain
 from zmpi.manners.launch import ranks_on_this_node
 from zmpi.manners.machine import node_memory
 from zmpi.manners.options import named_as_flags, whole
-from zmpi.manners.own import Place, call, load_class, own_or
+from zmpi.manners.own import Place, accepts, call, load_class, own_or
 from zmpi.manners.table import in_bytes
 from zmpi.precision import RECIPES
 from zmpi.stages import STAGES, state_bytes
@@ -55,7 +55,10 @@ def build_model(args, **changed):
     """The model of the flags, some of them `changed`. Raises ValueError, which names the flag, for what does not fit."""
     get = {**vars(args), **changed}.get
     if isinstance(get("model"), Place):
-        return _own_model(get("model"), {name: get(name) for name in SIZES})
+        sizes = {name: get(name) for name in SIZES}
+        return _own_model(
+            get("model"), sizes, {name: sizes[name] or SIZES[name] for name in WINDOW}
+        )
     sizes = get("width"), get("context"), get("vocab")
     if get("model") == "mlp" and get("heads") is not None:
         raise ValueError(f"--heads: {get('heads')} given, but --model mlp has no attention")
@@ -67,8 +70,23 @@ def build_model(args, **changed):
         return GPT(get("layers"), width, heads, context, vocab)
 
 
-def _own_model(place, sizes):
-    """A model of a class of one's own, called with the sizes that are not None; its data's are those of the flags."""
+def own_model(place, *tried):
+    """A model of a class of one's own, of the first of some {name: size} that it takes: of these, what it has parameters for.
+
+    Raises the last one's ValueError where it takes none.
+    """
+    found = load_class("--model", place)
+    for sizes in tried:
+        try:
+            taken = {name: size for name, size in sizes.items() if accepts(found, name)}
+            return _own_model(place, taken, sizes)
+        except ValueError as error:
+            fault = error
+    raise fault
+
+
+def _own_model(place, sizes, window):
+    """A model of a class of one's own, called with the sizes that are not None; without a `window` of its own it gets one."""
     model = call("--model", place, load_class("--model", place), sizes, SIZES)
     layers, loss = getattr(model, "layers", None), getattr(model, "loss", None)
     if not isinstance(layers, (list, tuple)) or not layers or not callable(loss):
@@ -83,7 +101,7 @@ def _own_model(place, sizes):
     try:
         units(model)
         for name in WINDOW:
-            size = Domain(1, whole=True).of(name, getattr(model, name, sizes[name] or SIZES[name]))
+            size = Domain(1, whole=True).of(name, getattr(model, name, window[name]))
             object.__setattr__(model, name, size)
     except (ValueError, AttributeError) as error:
         raise ValueError(f"--model: {place}: {error}") from None

@@ -37,7 +37,8 @@ def own_or(*names):
             return text
         if ":" not in text:
             expected = ", ".join([*names, "FILE:CLASS"])
-            raise argparse.ArgumentTypeError(f"expected one of {expected}; got {text!r}")
+            of = "one of " if names else ""
+            raise argparse.ArgumentTypeError(f"expected {of}{expected}; got {text!r}")
         return Place(text)
 
     return convert

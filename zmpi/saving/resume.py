@@ -53,8 +53,10 @@ CODE = ("model", "optimizer", "comm")  # what may be FILE:CLASS, a class of the 
 def describe_run(args, zero, text):
     """What the manifest keeps of a command's run: its flags, resolved, the data and the position in it."""
     flags = {name: getattr(args, name) for name in SAVED}
-    flags["heads"] = getattr(zero.model, "heads", None)
+    if not class_of(args.model):
+        flags["heads"] = getattr(zero.model, "heads", None)
     flags |= {name: value for name, value in asdict(zero.optimizer).items() if name in flags}
+    flags["decay_steps"] = flags["decay_steps"] or None  # of an optimizer without a decay
     if args.data != "builtin":
         flags["data"] = str(Path(args.data).resolve())
     code = {name: class_of(flags.pop(name)) for name in CODE if class_of(flags[name])}
