@@ -14,5 +14,6 @@ class UsageError(Agreed):
 
 
 def one_line(text) -> str:
-    """A message as it is printed: where it has several lines they are joined."""
-    return " ".join(str(text).splitlines())
+    """A message as it is printed: its lines joined, and "?" for what a terminal would obey (a file may have put it there)."""
+    line = " ".join(str(text).splitlines())
+    return "".join(character if character.isprintable() else "?" for character in line)

@@ -174,6 +174,7 @@ def alone(command):
     except KeyboardInterrupt:
         print(f"{command}: ended by SIGINT", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
-    except (UsageError, ValueError, OSError) as error:
-        print(f"{command}: error: {one_line(error)}", file=sys.stderr, flush=True)
+    except (UsageError, ValueError, OSError, MemoryError) as error:
+        fault = f"memory: {error}" if isinstance(error, MemoryError) else error
+        print(f"{command}: error: {one_line(fault)}", file=sys.stderr, flush=True)
         raise SystemExit(UsageError.status) from None

@@ -15,7 +15,8 @@ import numpy as np
 
 from zmpi.formats import LOOKED_AT, container, refuse_irregular
 from zmpi.manners.output import Output
-from zmpi.saving.files import named
+from zmpi.saving.files import JSON_BYTES, named, read_file
+from zmpi.saving.rules import shown
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 SIZES = {
@@ -43,28 +44,44 @@ ELSEWHERE = {  # where other tools put weights: what to do about it
 }
 KINDS = ("F64", "F32", "F16", "BF16")  # of safetensors
 ROWS = 1 << 20  # elements that are read at a time, about
+TOO_LARGE = 1 << 31
 PUBLISHED_VOCAB, END_OF_TEXT = 50257, 50256
 
 
 def sizes_in(folder):
     """{"layers", "width", "heads", "context", "vocab"} of a folder. Raises ValueError where it holds no such GPT-2."""
     path = _file(folder, CONFIG)
-    with named(path):
-        text = path.read_bytes()
+    text = read_file(path, JSON_BYTES)
     try:
         config = json.loads(text)  # UTF-8, -16 or -32, with or without its mark
         sizes = {ours: index(config[theirs]) for ours, theirs in SIZES.items()}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         fault = container(text) or f"{type(error).__name__}: {error}"
         raise ValueError(f"{path}: not the configuration of a GPT-2 ({fault})") from None
     for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{path}: {SIZES[name]}: expected at least 1, got {value}")
+        if not 1 <= value < TOO_LARGE or config[SIZES[name]] is True:
+            bound = "at least 1" if value < 1 else f"a whole number below {TOO_LARGE}"
+            found = shown(config[SIZES[name]])
+            raise ValueError(f"{path}: {SIZES[name]}: expected {bound}, got {found}")
     expected = {**COMPUTED, "model_type": ("gpt2",), "n_inner": (None, 4 * sizes["width"])}
     for name, values in expected.items():
         if config.get(name, values[0]) not in values:
-            raise ValueError(f"{path}: {name}: expected {values[0]}, got {config[name]}")
+            found = shown(config[name]).strip("'")
+            raise ValueError(f"{path}: {name}: expected {values[0]}, got {found}")
+    _refuse_more_than_stored(sizes, path)
     return sizes
+
+
+def _refuse_more_than_stored(sizes, path):
+    """Raise ValueError for sizes that the weights cannot hold: a model of them is not even begun."""
+    weights = _file(path.parent, WEIGHTS)
+    _open(weights)  # what is no safetensors is refused as that
+    width, stored = sizes["width"], weights.stat().st_size
+    least = 12 * sizes["layers"] * width**2 + (sizes["vocab"] + sizes["context"]) * width
+    if stored < 2 * least:  # in 16 bits, and biases and norms beside it
+        raise ValueError(
+            f"{weights}: {stored:,} bytes; a GPT-2 of the sizes in {CONFIG} has at least {2 * least:,}"
+        )
 
 
 def config_for(sizes):

@@ -61,15 +61,15 @@ def check(value, schema, where):
     """Raise ValueError, which opens with `where` and the field's place, for the first field that breaks its rule."""
     if isinstance(schema, Rule):
         if not schema.holds(value):
-            raise ValueError(f"{where}: expected {schema.expected}, got {_shown(value)}")
+            raise ValueError(f"{where}: expected {schema.expected}, got {shown(value)}")
     elif isinstance(schema, list):
         if not isinstance(value, list):
-            raise ValueError(f"{where}: expected an array, got {_shown(value)}")
+            raise ValueError(f"{where}: expected an array, got {shown(value)}")
         for number, item in enumerate(value):
             check(item, schema[0], f"{where}[{number}]")
     else:
         if not isinstance(value, dict):
-            raise ValueError(f"{where}: expected an object, got {_shown(value)}")
+            raise ValueError(f"{where}: expected an object, got {shown(value)}")
         for key, rule in schema.items():
             name = key.removesuffix("?")
             if name in value:
@@ -78,7 +78,7 @@ def check(value, schema, where):
                 raise ValueError(f"{where}: {name} is missing")
 
 
-def _shown(value):
+def shown(value):
     """A value in a few characters: of an error's line it is the least trusted part."""
     if isinstance(value, (list, dict)):
         return "an array" if isinstance(value, list) else "an object"
