@@ -187,6 +187,26 @@ def test_what_a_killed_save_left_is_replaced(copy):
     assert bits(copy)[0][0] == 7
 
 
+def test_a_strange_file_system_and_a_foreign_checkpoint_end_no_run(copy, tmp_path):
+    """Each is one line: no locks, no fsync of folders, an old checkpoint that stays, another run's that is newer."""
+    foreign = copy / "step-00000500-save-99"
+    foreign.mkdir()
+    for file in newest(copy).iterdir():
+        (foreign / file.name).write_bytes(file.read_bytes())
+    changed(foreign, lambda entries: entries.update(run_id="another", step=500, save=99))
+    (copy / "step-00000002-save-1").rename(tmp_path / "away")
+    (copy / "step-00000002-save-1").symlink_to(tmp_path / "away")
+    flags = ["--resume", "--steps", "7", "--save-every", "1", "--keep", "2", "--checkpoint", copy]
+    run = run_world(2, [DRIVER, "strange", 0, 1, *flags], 60)
+    warnings = [line for line in run.output.splitlines() if "warning" in line]
+    assert run.status == 0 and "4 of 7 steps are done" in run.output, run.output
+    told = ("no locks", "cannot sync folders", "save-99: passed over", "save-2: cannot be removed")
+    for text in told:
+        assert len([line for line in warnings if text in line]) == 1, run.output
+    assert all(line.startswith("zmpi: warning: ") for line in warnings), run.output
+    assert bits(copy)[0][0] == 7 and len(list((tmp_path / "away").iterdir())) == 4
+
+
 CONTRADICTIONS = {
     "--width 25": "--width: 25 contradicts 24",
     "--vocab 300": "--vocab: 300 contradicts 256",
@@ -249,7 +269,8 @@ def test_a_folder_that_cannot_be_used_is_an_error(saved, copy, tmp_path):
     )
     refused(
         train(2, *MODEL, "--checkpoint", tmp_path / "none" / "dir"),
-        "none/dir: No such file or directory",
+        "--checkpoint: ",
+        "none/dir: No such file or directory: its parent must exist (mkdir -p ",
     )
     refused(train(2, "--resume", "--checkpoint", tmp_path / "none"), "none: no such folder")
     refused(

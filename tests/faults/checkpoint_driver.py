@@ -2,9 +2,12 @@
 
 limit       files may grow to NUMBER bytes only
 all         each argument after the third of FLAGS is a command line's end of its own; prints the error of each
+strange     the file system cannot sync folders, has no locks, and says ENOTEMPTY where a folder is removed
 signal      before its third step the rank sends itself the signal NUMBER; `signals`: twice
 """
 
+import errno
+import fcntl
 import os
 import resource
 import sys
@@ -21,6 +24,19 @@ if World(device="cpu").rank == victim:
         resource.setrlimit(
             resource.RLIMIT_FSIZE, (number, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
         )
+    elif fault == "strange":
+        fsync = os.fsync
+
+        def refusing(code, concerns=lambda path: True):
+            def call(path, *arguments, **options):
+                if not concerns(path):
+                    return fsync(path)
+                raise OSError(code, os.strerror(code))
+
+            return call
+
+        os.fsync = refusing(errno.EINVAL, lambda fd: os.path.isdir(f"/proc/self/fd/{fd}"))
+        fcntl.flock, os.rmdir = refusing(errno.ENOSYS), refusing(errno.ENOTEMPTY)
     elif number:
         step = ZeRO.train_step
 

@@ -252,6 +252,8 @@ def flips(count, seed=0):
             file,
             resumed.output,
         )
+        way_out = "delete this file" if file.name == "latest" else ", delete "
+        assert way_out in lines[0], lines[0]
         assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         where[f"{file.name}, {'cut' if cut else 'flipped'}"] += 1
         shutil.rmtree(folder)

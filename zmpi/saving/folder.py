@@ -141,8 +141,10 @@ class Folder:
                 self._warn(self.path, f"{fault}: make sure that no other job uses this folder")
                 return lock
             lock.close()
-            busy = "in use by another job (" if error.errno == errno.EWOULDBLOCK else "flock: ("
-            raise ValueError(f"{self.path}: {busy}{error.strerror})") from None
+            fault = f"flock: {error.strerror}"
+            if error.errno == errno.EWOULDBLOCK:
+                fault = f"in use by another job ({error.strerror})"
+            raise ValueError(f"{self.path}: {fault}") from None
         return lock
 
     def _repair(self):
@@ -225,15 +227,13 @@ class Folder:
             leaving = self.path / f"{REMOVING}{path.name}"
             try:
                 path.rename(leaving)
-            except (
-                OSError
-            ) as error:  # EXDEV in a lower layer of overlayfs: in place, the manifest first
-                leaving = path
-                try:
+            except OSError as error:
+                leaving = path  # in place: EXDEV, of a folder in a lower layer of overlayfs
+                try:  # without a manifest it is no checkpoint, whatever happens then
                     (path / JSON).unlink(missing_ok=True)
                     (path / DIGEST).unlink(missing_ok=True)
                 except OSError:
-                    self._warn(path, f"cannot be removed now: {error.strerror}")
+                    self._stays(path, error)
                     continue
             self._remove(leaving)
 
@@ -254,7 +254,14 @@ class Folder:
         except OSError as error:
             shutil.rmtree(path, ignore_errors=True)
             if os.path.lexists(path):
-                self._warn(path, f"cannot be removed now: {error.strerror}")
+                self._stays(path, error)
+
+    def _stays(self, path, error):
+        """One line for each kind of error: where nothing can be removed, every save meets it."""
+        words = f"cannot be removed now: {error.strerror}"
+        if words not in self._warned:
+            self._warned.add(words)
+            self._warn(path, f"{words} (tried again at each save)")
 
     def _warn(self, path, words):
         """A line for the user, once."""
