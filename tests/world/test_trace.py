@@ -139,7 +139,7 @@ def test_the_chrome_trace_is_valid_event_by_event(comm, folder):
         assert event["name"].split()[0] == event["cat"]
         assert event["args"].keys() <= {"step", *AMOUNTS}
     assert {event["cat"] for event in spans} == {
-        "step", "agree", "gather", "wait", "forward", "backward", "free", "reduce", "update"
+        "step", "agree", "gather", "wait", "forward", "turn", "backward", "free", "reduce", "update"
     }  # fmt: skip
     for rank in range(comm.size):  # events of a lane lie in a step, or one after the other
         lane = [event for event in spans if event["tid"] == rank]
