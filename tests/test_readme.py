@@ -1,12 +1,18 @@
 """The README says what is so: its line counts, its two commands, and the files that it names."""
 
+import ast
+import inspect
 import os
 import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
 from mpirun import ROOT
+
+from models.layer import forward_backward
+from zmpi import ZeRO
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -16,6 +22,22 @@ def test_line_counts_are_true():
     assert len(rows) == 7
     found = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name, _ in rows}
     assert {name: int(lines) for name, lines in rows} == found
+
+
+def test_the_two_loops_are_those_of_the_code():
+    """Without their docstrings; what ZeRO adds must be seen at a glance, so they stay short."""
+    shown = re.findall(r"^```python\n(def forward_backward.*?)\n```", README, re.M | re.S)
+    code = [without_docstring(forward_backward), without_docstring(ZeRO.forward_backward)]
+    assert shown == code
+    lines = [[line for line in loop.splitlines()[1:] if line.strip()] for loop in code]
+    assert len(lines[0]) <= 14 and len(lines[1]) <= 20
+
+
+def without_docstring(function):
+    source = textwrap.dedent(inspect.getsource(function))
+    docstring = ast.parse(source).body[0].body[0]
+    lines = source.splitlines()
+    return "\n".join(lines[: docstring.lineno - 1] + lines[docstring.end_lineno :])
 
 
 def test_it_has_one_command_to_run_and_one_to_test():
