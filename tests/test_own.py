@@ -86,6 +86,18 @@ def test_three_classes_are_three_flags(tmp_path):
     assert moved["bytes_sent"] == 2 * padded // 3 * 2  # 2 others, 2 bytes an element
 
 
+def test_a_run_of_ones_own_classes_is_resumed_with_the_same_flags(tmp_path):
+    """The flags that were not given stay the class's own; the classes must be given again."""
+    folder = ["--checkpoint", tmp_path / "ck"]
+    mine = words(" ".join(MINE.values()))
+    first = train(2, *TINY, *folder, *mine, *words("--width 8 --schedule constant --steps 1"))
+    assert first.status == 0, first.output
+    alone = train(2, "--device", "cpu", *folder, "--resume", "--steps", 2)
+    assert alone.status == 2 and "give --model FILE:Bigram again" in alone.output, alone.output
+    again = train(2, "--device", "cpu", *folder, "--resume", "--steps", 2, *mine)
+    assert again.status == 0 and "1 of 2 steps are done" in again.output, again.output
+
+
 REFUSED = {  # flags, where C is the file of CLASSES -> the line
     "--model C:Nothing": "--model: C has no class Nothing",
     "--model C:": "--model: expected FILE:CLASS, got C:",
