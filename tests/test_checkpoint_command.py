@@ -277,7 +277,11 @@ def test_a_folder_that_cannot_be_used_is_an_error(saved, copy, tmp_path):
         train(2, "--resume", "--checkpoint", tmp_path / "empty"),
         "empty: no complete checkpoint in it",
     )
-    refused(train(2, *MODEL, "--checkpoint", copy), "--checkpoint:", "--resume goes on from it")
+    refused(
+        train(2, *MODEL, "--checkpoint", copy),
+        "--checkpoint:",
+        "already exists; continue it with --resume",
+    )
     for flag in ("--resume", "--keep 2", "--save-every 3"):
         refused(train(1, *flag.split()), flag.split()[0], "needs --checkpoint DIR")
     held = Folder(copy, keep=3)

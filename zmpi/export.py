@@ -34,7 +34,7 @@ def parser():
         type=file_name,
         metavar="DIR",
         required=True,
-        help="folder to write, made in one that is there",
+        help="output folder (created; its parent must exist)",
     )
     return flags
 

@@ -232,7 +232,7 @@ def _fresh(args, world, held):
     newest = keeper.newest()
     if newest:
         raise UsageError(
-            f"--checkpoint: {newest} is there already; --resume goes on from it, or name another folder"
+            f"--checkpoint: {newest} already exists; continue it with --resume, or choose another folder"
         )
     return keeper
 

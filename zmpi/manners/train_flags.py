@@ -113,7 +113,7 @@ def _output_flags(group):
     add(
         "--resume",
         action="store_true",
-        help="go on from the newest complete checkpoint, with its training flags",
+        help="continue from the newest complete checkpoint, with its training flags",
     )
     add(
         "--init-from",

@@ -82,7 +82,7 @@ def saved_flags(manifest, parser):
     path = manifest.folder / JSON
     if manifest["run"] is None:
         raise ValueError(
-            f"{manifest.folder}: saved by a script, not by zmpi.train; go on from it with zero.load"
+            f"{manifest.folder}: saved by a script, not by zmpi.train; load it with zero.load"
         )
     flags = manifest["run"]["flags"]
     kept = [name for name in flags if not (name in CODE and class_of(flags[name]))]
