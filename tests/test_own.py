@@ -140,6 +140,14 @@ def build(args):
     return build_model(args), build_optimizer(args), engine_of(args.comm)
 
 
+def test_one_file_may_hold_two_classes():
+    args = parser().parse_args(["--model", "mine.py:Model", "--optimizer", "mine.py:Lion"])
+    check_outputs(args)
+    args.log = "mine.py"
+    with pytest.raises(ValueError, match=r"--log: mine\.py is what --optimizer names"):
+        check_outputs(args)
+
+
 def test_an_error_of_a_class_is_one_line_for_all_ranks(classes):
     ended = train(3, *TINY, "--model", f"{classes}:Broken")
     line = f"zmpi.train: error: --model: {classes}:Broken: KeyError: 'nothing' (line 22 of"

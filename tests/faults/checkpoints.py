@@ -58,8 +58,9 @@ def bits(folder):
 
 
 def numbers(log):
-    """What must be the same again of a log: everything but times and memory."""
+    """What must be the same again of a log: everything but times, memory, and how each of the runs ended."""
     entries = [json.loads(line) for line in Path(log).read_text().splitlines()[1:]]
+    entries = [entry for entry in entries if "end" not in entry]
     keys = (
         "step",
         "loss",
