@@ -1,5 +1,6 @@
 """The guard in small worlds of its own, each a few lines of raw mpi4py: the cases that the fault table does not hold."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -212,6 +213,26 @@ def test_ctrl_c_ends_one_process_with_one_line_too():
         timeout=60,
     )
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "zmpi: rank 0: ended by SIGINT\n")
+
+
+PDB = ["-m", "pdb", "-c", "continue", "-c", "quit"]
+
+
+def test_a_script_and_a_command_run_under_the_debugger(tmp_path):
+    """pdb runs them in a __main__ without __spec__, and keeps the stdout that it found at its start."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os; from zmpi import World; os.write(1, b'rank %d\\n' % World(device='cpu').rank)"
+    )
+    ended = run_world(2, [*PDB, script], timeout=60)
+    assert ended.status == 0 and "Error" not in ended.output, ended.output
+    assert sorted(re.findall(r"^rank .*$", ended.output, re.MULTILINE)) == ["rank 0", "rank 1"]
+    wrong_flag = [sys.executable, *PDB, "-m", "zmpi.train", "--no-such-flag"]
+    ended = subprocess.run(
+        wrong_flag, cwd=ROOT, text=True, capture_output=True, check=False, timeout=60
+    )
+    assert "UsageError: --no-such-flag: no such flag" in ended.stdout + ended.stderr
+    assert "detached" not in ended.stdout + ended.stderr
 
 
 @world(

@@ -13,6 +13,7 @@ class Stream(io.TextIOWrapper):
     """A text stream that goes to the null device from its first failure on. That is no error by itself: see check_printed."""
 
     failure = None  # the OSError, once there is one
+    replaced = None  # the stream whose buffer this one took over
 
     @property
     def lost(self):
@@ -72,4 +73,9 @@ def _forgiving(stream, number, errors):
     if type(stream) is not io.TextIOWrapper:  # a Stream already, or a test's
         return stream
     settings = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-    return Stream(stream.detach(), stream.encoding, errors, **settings)
+    stream.flush()
+    forgiving = Stream(stream.buffer, stream.encoding, errors, **settings)
+    forgiving.replaced = (
+        stream  # a debugger or a log may still print to it; alone it would close the buffer
+    )
+    return forgiving
