@@ -144,7 +144,7 @@ def test_one_file_may_hold_two_classes():
     args = parser().parse_args(["--model", "mine.py:Model", "--optimizer", "mine.py:Lion"])
     check_outputs(args)
     args.log = "mine.py"
-    with pytest.raises(ValueError, match=r"--log: mine\.py is what --optimizer names"):
+    with pytest.raises(ValueError, match=r"--log: mine\.py is what --model names"):
         check_outputs(args)
 
 

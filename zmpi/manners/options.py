@@ -132,9 +132,7 @@ def check_files(outputs, others):
             os.path.isfile(path) or os.path.isdir(path) or not os.path.exists(path)
         ):
             other = flags.setdefault(os.path.realpath(path), flag)
-            if (
-                other != flag and flag in outputs
-            ):  # two that are read may be one: a file with two classes
+            if other != flag and flag in outputs:  # two that are read may be one, of two classes
                 raise ValueError(f"{flag}: {path} is what {other} names")
     for flag, path in outputs.items():
         if path is not None:
