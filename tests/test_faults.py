@@ -13,6 +13,7 @@ from mpirun import run_world
 
 TURNS = itertools.cycle([(0, 3), (2, 4), (1, 3), (0, 4)])
 RUNS = [Run(fault, place, *next(TURNS)) for fault, place in itertools.product(FAULTS, PLACES)]
+RUNS += [Run("together", "post", 1, 3), Run("caught", "post", 2, 4)]
 RUNS += [
     Run("SIGTERM", "MPI", 1, 3),
     Run("exception", "MPI", 0, 3),

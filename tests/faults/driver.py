@@ -27,7 +27,7 @@ class Planted(RuntimeError):
 
 def strike():
     print(f"fault {time.time()}", flush=True)
-    if FAULT == "exception":
+    if FAULT in ("exception", "together", "caught"):
         raise Planted("this fault was planted")
     if FAULT == "exit":
         sys.exit(3)
@@ -48,11 +48,25 @@ class Places:
             zmpi.comm, "add_in_order", "reduce"
         )  # the slices are here, their sum is not made yet
         self.wrap(AdamW, "update", "update")
+        if FAULT in ("together", "caught"):
+            self.raise_on_all_ranks()
 
     def here(self, place):
         if self.mine and place == PLACE and self.step in (0, STRUCK):
             self.mine = False
             strike()
+
+    def raise_on_all_ranks(self):
+        """Rank RANK raises before it posts a gather, the others after: they have posted what will never complete."""
+        post = zmpi.comm.Communicator.all_gather
+
+        def posted(*args):
+            gather = None if self.mine else post(*args)
+            if self.step == STRUCK:
+                strike()
+            return gather or post(*args)
+
+        zmpi.comm.Communicator.all_gather = posted
 
     def wrap(self, owner, name, place):
         inside = getattr(owner, name)
@@ -91,7 +105,12 @@ def main():
     zero = ZeRO(MLP(layers=2, width=7, context=4, vocab=11), world, stage=3, optimizer=AdamW())
     for step in range(1, STEPS + 1):
         places.step = step
-        zero.train_step([batch(world.rank, step, places)])
+        try:
+            zero.train_step([batch(world.rank, step, places)])
+        except Planted:
+            if FAULT == "caught":
+                return None  # and the process exits
+            raise
         places.here("between")
 
 

@@ -22,6 +22,10 @@ FAULTS = {  # what zmpi's own line says of it, after the rank
     "SIGTERM": r"ended by SIGTERM$",
     "sleep": None,  # the line names the collective first
 }
+ON_ALL_RANKS = {  # one raises before it posts a gather, the others after they did
+    "together": r"Planted: this fault was planted$",
+    "caught": None,  # by the script, which then ends: nothing to say, and status 0
+}
 PLACES = ("set-up", "data", "gather", "reduce", "update", "between")
 TIMEOUT = 2  # seconds that a collective may take where a rank sleeps
 BOUND = (
@@ -61,7 +65,7 @@ class Run:
         checks = {
             "never struck": seconds is None,
             f"took over {BOUND} s": seconds is not None and seconds > BOUND,
-            "status 0": ended.status == 0,
+            f"status {ended.status}": (ended.status == 0) != (self.fault == "caught"),
             "had to be ended": ended.status == 124,
             "left processes behind": ended.left,
         }
@@ -75,6 +79,8 @@ class Run:
         ]
         if self.fault == "SIGKILL":
             return []
+        if self.fault == "caught":
+            return own
         if self.fault == "sleep":
             said = [
                 line
@@ -84,18 +90,20 @@ class Run:
                 )
             ]
         else:
-            said = [
-                line
-                for line in own
-                if re.search(rf": rank {self.rank}: {FAULTS[self.fault]}", line)
-            ]
+            rank = r"\d" if self.fault in ON_ALL_RANKS else self.rank
+            told = (FAULTS | ON_ALL_RANKS)[self.fault]
+            said = [line for line in own if re.search(rf": rank {rank}: {told}", line)]
         words = [] if len(said) == len(own) == 1 else [f"{len(said)} of {len(own)} lines name it"]
         traces = output.count("Traceback (most recent call last)")
-        return words + ([f"{traces} tracebacks"] if traces != (self.fault == "exception") else [])
+        expected = self.fault in ("exception", "together")
+        return words + ([f"{traces} tracebacks"] if traces != expected else [])
 
 
 def full_table():
-    runs = itertools.product(FAULTS, PLACES, (3, 4), ("first", "other"))
+    runs = [
+        *itertools.product(FAULTS, PLACES, (3, 4), ("first", "other")),
+        *itertools.product(ON_ALL_RANKS, ["post"], (3, 4), ("first", "other")),
+    ]
     return [
         Run(fault, place, 0 if which == "first" else size - 2, size)
         for fault, place, size, which in runs
