@@ -20,6 +20,8 @@ SCALARS = {
     "gather_scalars",
     "_update",
     "_open",
+    "_agree",
+    "columns",
     "evaluate",
     "add_up",
     "settle",
