@@ -103,7 +103,7 @@ class Unit:
         return self.gradient.owned.shard
 
     def squares(self):
-        """The sum of squares of each of this rank's pieces of the gradient, as floats."""
+        """The sums of squares of this rank's pieces of the gradient: a float64 array of the host."""
         return sums_of_squares(self.summed, self.layout.pieces)
 
     # -- update ---------------------------------------------------------------------------------------------------
