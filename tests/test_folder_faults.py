@@ -126,7 +126,7 @@ def test_on_overlayfs_itself_the_lower_layers_checkpoints_are_removed(tmp_path):
         assert run(path, 4, 5) == []
         assert names(path) == [".flock", "latest", "step-00000004-save-4", "step-00000005-save-5"]
     finally:
-        subprocess.run(["umount", tmp_path / "merged"], check=True)
+        subprocess.run(["umount", "--lazy", tmp_path / "merged"], check=True)
 
 
 # ---- what the file system lacks --------------------------------------------------------------------------------------
