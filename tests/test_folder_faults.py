@@ -303,7 +303,7 @@ def test_readers_find_a_complete_checkpoint_at_every_moment(tmp_path):
     save(target, 1)
 
     def write():
-        for step in range(2, 60):
+        for step in range(2, 25):
             save(target, step)
         done.set()
 
