@@ -1,4 +1,6 @@
-"""Small runs to compare with each other: models whose sizes do not divide, different data on every rank."""
+"""Small runs to compare with each other: models whose sizes do not divide, different data on every
+rank.
+"""
 
 import traceback
 from contextlib import contextmanager
@@ -56,7 +58,9 @@ class Trial:
         return replace(self, world=self.world.twin(reduction=reduction))
 
     def alone(self):
-        """This trial on one rank, which takes the whole batch. Every rank runs it, each in a world of its own."""
+        """This trial on one rank, which takes the whole batch. Every rank runs it, each in a world
+        of its own.
+        """
         return replace(
             self, world=self.world.twin(alone=True), accumulate=self.accumulate * self.world.size
         )
@@ -93,7 +97,9 @@ class Trial:
         ]
 
     def _micro_batch(self, step, j):
-        """Global micro-batch j: tokens of its own, ragged targets, and in the second one none that counts."""
+        """Global micro-batch j: tokens of its own, ragged targets, and in the second one none that
+        counts.
+        """
         model, draw = self.models[self.model], np.random.default_rng([step, j])
         each = not one_target(model)  # every position has a target, or every window one
         inputs = draw.integers(0, model.vocab, (2 if each else 5, model.context))
@@ -121,8 +127,8 @@ class Failed(Exception):
 
 
 def _tried(trial):
-    """A trial's engine class, with collectives in chunks of CHUNK_BYTES (what is lost between two chunks shows), and
-    with errors that name the trial.
+    """A trial's engine class, with collectives in chunks of CHUNK_BYTES (what is lost between two
+    chunks shows), and with errors that name the trial.
     """
 
     class Tried(trial.engine):
@@ -143,7 +149,9 @@ def _tried(trial):
 
 
 def sentence(error):
-    """An exception in one line: what it is, and the last line of code outside of libraries that it came through."""
+    """An exception in one line: what it is, and the last line of code outside of libraries that it
+    came through.
+    """
     if isinstance(error, (Failed, Agreed)):
         return one_line(error)
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,6 +1,7 @@
-"""mpirun -n 4 python -m zmpi.verify: checks the promises on this MPI and this device, and prints them as a table.
+"""mpirun -n 4 python -m zmpi.verify: checks the promises on this MPI and device, row by row.
 
-From Python, `promises(Trial(world, engine=MyZeRO))` checks a changed engine or communicator: a subclass of ZeRO.
+From Python, `promises(Trial(world, engine=MyZeRO))` checks a changed engine or communicator: a
+subclass of ZeRO.
 """
 
 import sys

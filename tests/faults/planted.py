@@ -1,8 +1,9 @@
-"""Mistakes that a change can make, planted one at a time: zmpi.verify must find each, in a row that says where.
+"""Mistakes that a change can make, planted one at a time: zmpi.verify must find each, in a row that
+says where.
 
 By hand (some minutes): python tests/faults/planted.py [NAME ...]
-For each it runs zmpi.verify on 3 ranks with that mistake in the code, and prints the first red row. A quick part of the
-table runs in tests/world/test_verify.py.
+For each it runs zmpi.verify on 3 ranks with that mistake in the code, and prints the first red row.
+A quick part of the table runs in tests/world/test_verify.py.
 """
 
 import sys
@@ -23,6 +24,7 @@ import zmpi.comm
 import zmpi.engine
 import zmpi.optim
 import zmpi.unit
+import zmpi.world
 from models.layer import Recomputed
 from zmpi.comm import Communicator, Gather
 from zmpi.data import Batches
@@ -55,13 +57,16 @@ PLANTED = {}
 
 
 def mistake(name, found_by, *places):
-    """Enter what is decorated, a function (real, ...) -> result, as a mistake in each of the (object, attribute)."""
+    """Enter what is decorated, a function (real, ...) -> result, as a mistake in each of the
+    (object, attribute).
+    """
 
     def enter(wrong):
         patches = []
         for thing, attribute in places:
-            real = getattr(thing, attribute)
-            patches.append((thing, attribute, _around(real, wrong)))
+            real, replaced = getattr(thing, attribute), _around(getattr(thing, attribute), wrong)
+            static = isinstance(vars(thing)[attribute], staticmethod)
+            patches.append((thing, attribute, staticmethod(replaced) if static else replaced))
         PLANTED[name] = Mistake(found_by, patches)
         return wrong
 
@@ -75,7 +80,7 @@ def _around(real, wrong):
     return replaced
 
 
-# -- messages -------------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------
 
 
 @mistake("the last chunk is left out", "messages_arrive", (zmpi.comm, "chunks"))
@@ -124,7 +129,7 @@ def _(real, zero, visit):
     return weights
 
 
-# -- accounts -------------------------------------------------------------------------------------------------
+# -- accounts --------------------------------------------------------------------------------------
 
 
 @mistake("bytes of float32 in every precision", "volumes_are_exact", (Communicator, "_book"))
@@ -153,7 +158,7 @@ def _(real, shared, kind, layout, sharded, dtype):
     return real(shared, kind, layout, sharded, np.float64 if kind == "optimizer" else dtype)
 
 
-# -- the step -------------------------------------------------------------------------------------------------
+# -- the step --------------------------------------------------------------------------------------
 
 
 @mistake("no division by the counted targets", "order_is_kept", (ZeRO, "_open"))
@@ -205,7 +210,10 @@ def _(real, zero, losses, counted):
 @mistake("float16 gradients are not unscaled", "updates_are_right", (ZeRO, "train_step"))
 def _(real, zero, micro_batches):
     scale, update = zero.scaler.scale, Unit.update
-    scaled = lambda unit, optimizer, t, factor: update(unit, optimizer, t, factor * scale)  # noqa: E731
+
+    def scaled(unit, optimizer, t, factor):
+        update(unit, optimizer, t, factor * scale)
+
     with patch.object(Unit, "update", scaled):
         return real(zero, micro_batches)
 
@@ -229,7 +237,7 @@ def _(real, zero):
     real(zero)
 
 
-# -- units ----------------------------------------------------------------------------------------------------
+# -- units -----------------------------------------------------------------------------------------
 
 
 @mistake("the shard's offset from the unpadded size", "stages_agree", (Layout, "shard"))
@@ -273,7 +281,14 @@ def _(real, layer, w, x):
     return y, y
 
 
-# -- memory ---------------------------------------------------------------------------------------------------
+@mistake("one rank raises alone", "walks_are_whole", (ZeRO, "make_schedule"))
+def _(real, layers, units):
+    if zmpi.world.MPI.COMM_WORLD.rank == 1:
+        raise TypeError("this mistake was planted")
+    return training_schedule(layers, units)
+
+
+# -- memory ----------------------------------------------------------------------------------------
 
 
 @mistake("weights are freed one visit late", "nothing_is_kept", (Unit, "free"))
@@ -331,7 +346,7 @@ def _(real, zero, layer):
     return Keeping(real(zero, layer))
 
 
-# -- optimizers -----------------------------------------------------------------------------------------------
+# -- optimizers ------------------------------------------------------------------------------------
 
 
 @mistake("weight decay on biases", "updates_are_right", (Slice, "blocks"))
@@ -390,7 +405,7 @@ def _(real, optimizer, norm):
     return min(1.0, optimizer.clip / (norm + 1e-6)) if optimizer.clip else 1.0
 
 
-# -- data and checkpoints -------------------------------------------------------------------------------------
+# -- data and checkpoints --------------------------------------------------------------------------
 
 
 @mistake("every rank gets rank 0's data", "data_is_shared_out", (Batches, "on"))
@@ -437,7 +452,7 @@ def _(real, unit):
     real(unit)
 
 
-# -- the campaign ---------------------------------------------------------------------------------------------
+# -- the campaign ----------------------------------------------------------------------------------
 
 
 def main(names):
@@ -447,9 +462,14 @@ def main(names):
         world = run_world(3, [__file__, "--planted", name], timeout=200)
         lines = world.output.splitlines()
         red = [i for i, line in enumerate(lines) if line.endswith("FAIL")]
-        last = lines[red[0] : red[0] + 2] if red else lines[-2:]
+        alone = [line for line in lines if ": error: rank " in line]
+        last = lines[red[0] : red[0] + 2] if red else alone or lines[-2:]
         print(f"{number:2}. {name}: {len(red)} red", *last, sep="\n      ", flush=True)
-        found = red and world.status == 1 and not {"Traceback", "Warning"} & {*world.output.split()}
+        found = (
+            (red or alone)
+            and world.status == 1
+            and not {"Traceback", "Warning"} & {*world.output.split()}
+        )
         missed += [] if found else [name]
     print(f"missed: {', '.join(missed)}" if missed else "all were found")
     return 1 if missed else 0

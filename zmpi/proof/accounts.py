@@ -8,7 +8,9 @@ MOVING = ("all_gather", "reduce_scatter")
 
 
 def volumes_are_exact(trial):
-    """Elements and bytes of each collective equal the closed form, with one and with three micro-batches."""
+    """Elements and bytes of each collective equal the closed form, with one and with three micro-
+    batches.
+    """
     for reduction in trial.reductions:
         found = []
         for model in trial.models:
@@ -36,7 +38,9 @@ def volumes_are_exact(trial):
 
 
 def _moved(trial):
-    """Findings of one step: each unit's elements and bytes against the formula, and the padding of all ranks."""
+    """Findings of one step: each unit's elements and bytes against the formula, and the padding of
+    all ranks.
+    """
     zero = trial.make()
     zero.train_step(trial.data(0))
     booked, name = dict(zero.ledger.moved), trial.reduced(zero.comm.reduction)
@@ -84,8 +88,8 @@ def _evaluated(zero, data, booked, name):
 def _formula(zero, unit, micro_batches):
     """{collective: (elements, bytes that this rank sends, padding included)} of one unit in a step.
 
-    A communicator may declare its bytes: `declared_bytes(kind, layout, itemsize, whole)` of one call, where `whole` says
-    that the gathered vector is one that a stage keeps whole.
+    A communicator may declare its bytes: `declared_bytes(kind, layout, itemsize, whole)` of one
+    call, where `whole` says that the gathered vector is one that a stage keeps whole.
     """
     layout, comm = unit.layout, zero.comm
     calls = elements_moved(zero.stage, zero.schedule, {layout.name: 1}, micro_batches, comm.ordered)
@@ -113,7 +117,8 @@ def state_is_exact(trial):
                 formula = state_bytes(stage, padded, zero.comm.shards, recipe, moments)
                 for kind, owned in unit.owned_bytes().items():
                     if owned != formula[kind]:
-                        text = f"{one}: {kind} of {unit.layout.name}: {owned:,} bytes here, {formula[kind]:,} by the formula"
+                        pair = f"{owned:,} bytes here, {formula[kind]:,} by the formula"
+                        text = f"{one}: {kind} of {unit.layout.name}: {pair}"
                         found.append(Finding(abs(owned - formula[kind]), text))
     yield judged(
         trial, "P2", "owned bytes with the stage's formula, stages 0-3", found, "equal", counted

@@ -1,4 +1,6 @@
-"""How a check is carried out: whatever happens inside it ends in a row, or in one sentence, on all ranks."""
+"""How a check is carried out: whatever happens inside it ends in a row, or in one sentence, on all
+ranks.
+"""
 
 from time import monotonic, sleep
 
@@ -15,8 +17,9 @@ POLL = 0.002  # seconds
 def conducted(check, promise, trial):
     """Yield the rows of check(trial); returns the trial for the next check. Collective.
 
-    An error that all ranks meet is a row. The next check then gets a communicator of its own, which no message of this
-    one reaches. An error that leaves other ranks waiting ends the run, with one line.
+    An error that all ranks meet is a row. The next check then gets a communicator of its own, which
+    no message of this one reaches. An error that leaves other ranks waiting ends the run, with one
+    line.
     """
     world, fault = trial.world, ""
     with world.guard.waiting("the start of a check"):
@@ -38,13 +41,16 @@ def conducted(check, promise, trial):
 
 
 def _met(apart, world, fault):
-    """Every rank's fault ("": none), once all have ended the check. A rank with a fault does not wait for ever."""
+    """Every rank's fault ("": none), once all have ended the check. A rank with a fault does not
+    wait for ever.
+    """
     mine, everyone = np.array([bool(fault)], np.int64), np.empty(world.size, np.int64)
     began, request = monotonic(), apart.Iallgather(mine, everyone)
     with world.guard.waiting("the end of a check"):
         while not request.Test():
             if fault and monotonic() - began > PATIENCE:
-                say(f"zmpi.verify: error: rank {world.rank}: {fault}; other ranks wait for it\n")
+                program = world.guard.program
+                say(f"{program}: error: rank {world.rank}: {fault}; other ranks wait for it\n")
                 world.mpi.Abort(1)
             sleep(POLL)
         return apart.allgather(fault)

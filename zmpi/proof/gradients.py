@@ -1,4 +1,6 @@
-"""The sharded gradient of an engine, against finite differences and against the plain loop's gradient."""
+"""The sharded gradient of an engine, against finite differences and against the plain loop's
+gradient.
+"""
 
 import numpy as np
 
@@ -11,7 +13,8 @@ MOVE = 3e-6  # of the weights, along a direction of standard normal numbers
 
 
 def exact_slope(zero, data):
-    """(the gradient's slope along a random direction, that of finite differences), of an engine that took one step.
+    """(the gradient's slope along a random direction, that of finite differences), of an engine
+    that took one step.
 
     The optimizer left the weights as they were. The same on all ranks; collective.
     """
@@ -34,7 +37,9 @@ def exact_slope(zero, data):
 
 
 def plain_gradient(trial, zero):
-    """{full name: Part} of the plain loop's gradient at the weights that the engine's gathers deliver. Collective."""
+    """{full name: Part} of the plain loop's gradient at the weights that the engine's gathers
+    deliver. Collective.
+    """
     alone = trial.alone()
     plain = Plain(alone)
     with zero.gathered() as parameters:
@@ -49,7 +54,9 @@ def plain_gradient(trial, zero):
 
 
 def gradient_at_gathered_weights(trial, zero, bound):
-    """The Finding of this rank's shards of the gradient against `plain_gradient`, each relative to its array's largest."""
+    """The Finding of this rank's shards of the gradient against `plain_gradient`, each relative to
+    its array's largest.
+    """
     expected = plain_gradient(trial, zero)
     size = 0.0
     for unit in zero.units.values():

@@ -1,4 +1,6 @@
-"""P3, nothing kept: real lifetimes, by weak references and by what NumPy's (or CuPy's) memory holds."""
+"""P3, nothing kept: real lifetimes, by weak references and by what NumPy's (or CuPy's) memory
+holds.
+"""
 
 import tracemalloc
 import weakref
@@ -7,8 +9,8 @@ from collections import Counter
 from zmpi.ledger import Ledger
 from zmpi.proof.rows import Row
 
-# Bytes that NumPy (or CuPy, in blocks of 512) may hold after a step beyond what is named: a third of the large model's
-# smallest unit.
+# Bytes that NumPy (or CuPy, in blocks of 512) may hold after a step beyond what is named: a third
+# of the large model's smallest unit.
 SLACK = 64 << 10
 PASSING = ("full", "partial", "widened", "sum")  # kinds that live within a step only
 
@@ -32,7 +34,9 @@ class Counting(Ledger):
 
 
 def nothing_is_kept(trial):
-    """At stage 3 at most prefetch + 1 full vectors are alive, none after a step; memory holds what is named, no more."""
+    """At stage 3 at most prefetch + 1 full vectors are alive, none after a step; memory holds what
+    is named, no more.
+    """
     engine = type(trial.engine.__name__, (trial.engine,), {"make_ledger": Counting})
     watched = trial.but(engine=engine, models={"large": trial.large}, model="large", stage=3)
     for prefetch in (0, 1):
@@ -46,7 +50,8 @@ def nothing_is_kept(trial):
 
 
 def _looked_at(trial):
-    """{moment: (full vectors alive at most, vectors of a step that are alive, unnamed bytes)} of two steps.
+    """{moment: (full vectors alive at most, vectors of a step that are alive, unnamed bytes)} of
+    two steps.
 
     Bytes are counted after the second step: tracing takes longer than the step.
     """
@@ -63,7 +68,9 @@ def _looked_at(trial):
 
 
 def _alive(zero, before):
-    """What is alive now. `before`: the bytes that were held before the engine; None: they are not counted."""
+    """What is alive now. `before`: the bytes that were held before the engine; None: they are not
+    counted.
+    """
     ledger, device, unnamed = zero.ledger, zero.world.device, 0
     left = {kind: ledger.living[kind] for kind in PASSING}
     if before is not None:  # pinned memory is the host's

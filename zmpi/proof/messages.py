@@ -1,8 +1,9 @@
-"""P1, what a communicator delivers: every owner's shard by a gather, the sum over ranks by a reduction.
+"""P1, what a communicator delivers: every owner's shard by a gather, the sum over ranks by a
+reduction.
 
-A communicator may round what it sends, in blocks that share a scale; it then declares `block`, the elements of one. An
-error is measured relative to the largest number of its block: for rounding to k steps on either side of zero it is at
-most 1 / 2k, whatever the weights are.
+A communicator may round what it sends, in blocks that share a scale; it then declares `block`, the
+elements of one. An error is measured relative to the largest number of its block: for rounding to k
+steps on either side of zero it is at most 1 / 2k, whatever the weights are.
 """
 
 from time import sleep
@@ -19,7 +20,9 @@ BLOCK = 64  # elements, where a communicator declares nothing
 
 
 def messages_arrive(trial):
-    """Gathers and reductions of known numbers; and, where they are rounded, what that does to the loss."""
+    """Gathers and reductions of known numbers; and, where they are rounded, what that does to the
+    loss.
+    """
     gathered, reduced, where = [], [], trial.but(stage=3)
     for reduction in trial.reductions:
         zero = where.reduced(reduction).make()
@@ -75,7 +78,9 @@ def _numbers(length, seed, dtype):
 
 
 def _block_error(comm, layout, numbers, where, bound):
-    """The Finding of (what arrived, what was to), each element relative to the largest of its block in its shard."""
+    """The Finding of (what arrived, what was to), each element relative to the largest of its block
+    in its shard.
+    """
     arrived, expected = (vector.reshape(-1, layout.shard_length) for vector in numbers)
     starts = np.arange(0, layout.shard_length, _block(comm))
     largest = np.maximum.reduceat(np.abs(expected), starts, axis=1)

@@ -52,7 +52,9 @@ class Outcome:
     final: dict  # {full name: array}
 
     def difference(self, other):
-        """The largest relative difference of a loss, a norm, or an array of the final weights. 0.0: the same bits."""
+        """The largest relative difference of a loss, a norm, or an array of the final weights. 0.0:
+        the same bits.
+        """
         mine, its = (np.array([(t.loss, t.norm) for t in run.steps]) for run in (self, other))
         pairs = [*zip(mine.T, its.T, strict=True)]
         pairs += [(array, other.final[name]) for name, array in self.final.items()]
@@ -61,7 +63,8 @@ class Outcome:
     def compared(self, other, reference, bound=0.0):
         """The Finding of the first number that is further off than `bound`, relative.
 
-        Losses, norms and weights decide whether there is one; a gradient that differs before them is named instead.
+        Losses, norms and weights decide whether there is one; a gradient that differs before them
+        is named instead.
         """
         size = self.difference(other)
         found = [*self._findings(other, reference, bound)] if not size or not size <= bound else []
@@ -72,10 +75,12 @@ class Outcome:
         return Finding(size or decisive[0].size, f"{self.run}, {first.where}", first.order)
 
     def drifted(self, other, reference, tolerance):
-        """The Finding of a run whose messages are rounded: its losses, and how far its own weights are from the other's.
+        """The Finding of a run whose messages are rounded: its losses, and how far its own weights
+        are from the other's.
 
-        Weights are compared as one vector, relative to the length of the whole model's: an element that starts at zero
-        takes its first steps by the sign of a gradient that may be all rounding.
+        Weights are compared as one vector, relative to the length of the whole model's: an element
+        that starts at zero takes its first steps by the sign of a gradient that may be all
+        rounding.
         """
         losses = [
             off(*map(np.array, (a.loss, b.loss)))
@@ -120,7 +125,9 @@ def _whole(arrays):
 
 
 def _compared(kind, here, there, reference, bound):
-    """Findings among two numbers, or among the Parts of two {name: Part}; at most one of each array."""
+    """Findings among two numbers, or among the Parts of two {name: Part}; at most one of each
+    array.
+    """
     if not isinstance(here, dict):
         here, there = {"": Part((), 0, np.array([here]))}, {"": Part((), 0, np.array([there]))}
     for place, (name, part) in enumerate(here.items()):

@@ -1,7 +1,8 @@
-"""The same training without ZeRO, on one process: the loop of models/layer.py, over a trial's micro-batches.
+"""The same training without ZeRO, on one process: the loop of models/layer.py, over a trial's
+micro-batches.
 
-In 16 bits the loop makes the three roundings of the recipe: weights before they are used, the partial gradient of
-each micro-batch, and the float32 sum of those.
+In 16 bits the loop makes the three roundings of the recipe: weights before they are used, the
+partial gradient of each micro-batch, and the float32 sum of those.
 """
 
 import numpy as np
@@ -17,7 +18,9 @@ from zmpi.trial import SEED, STEPS
 
 
 def plain_run(trial):
-    """The Outcome of a trial of one rank, without an engine. Updated by zmpi.optim over units padded as at size 1."""
+    """The Outcome of a trial of one rank, without an engine. Updated by zmpi.optim over units
+    padded as at size 1.
+    """
     plain = Plain(trial)
     steps = [plain.step(trial.data(step)) for step in range(STEPS)]
     final = {
@@ -55,7 +58,9 @@ class Plain:
         return Taken(loss, self.named(gradients), norm, self.named(self.stored()))
 
     def gradient(self, weights, micro_batches):
-        """({unit: scaled gradient of the mean loss}, the mean loss) at these weights, {unit: {local name: array}}."""
+        """({unit: scaled gradient of the mean loss}, the mean loss) at these weights, {unit: {local
+        name: array}}.
+        """
         counted = sum(int((targets >= 0).sum()) for _, targets in micro_batches)
         sums, losses = {unit: np.zeros_like(v) for unit, v in self.masters.items()}, []
         for batch in micro_batches:

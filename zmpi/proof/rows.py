@@ -10,20 +10,25 @@ CLOSE = 1e-5  # relative, where sums are ordered differently (DESIGN: promise P1
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: what was compared, how far it is off, whether that keeps the promise, and where not."""
+    """One line of the table: what was compared, how far it is off, whether that keeps the promise,
+    and where not.
+    """
 
     promise: str
     compared: str
     figure: str
     passed: bool
-    # Of a row that is not kept: stage, reduction, model, step, the first array and index that differ, both numbers.
+    # Of a row that is not kept: stage, reduction, model, step, the first array and index that
+    # differ, both numbers.
     where: str = ""
     checked: bool = True  # False: it could not be checked here, and the figure says why
 
 
 @dataclass(frozen=True)
 class Finding:
-    """How far one rank found two things apart, and where; no `where`: not too far. The lowest `order` came first."""
+    """How far one rank found two things apart, and where; no `where`: not too far. The lowest
+    `order` came first.
+    """
 
     size: float  # relative to the largest number; NaN where one of the two is not a number
     where: str = ""
@@ -31,7 +36,8 @@ class Finding:
 
 
 def judged(trial, promise, compared, findings, good="same bits", figure=None):
-    """The Row of the findings of all ranks; None is no finding. Collective: `findings` are this rank's.
+    """The Row of the findings of all ranks; None is no finding. Collective: `findings` are this
+    rank's.
 
     `good` is the figure where nothing is apart; `figure` says another size in words.
     """
@@ -70,7 +76,9 @@ def largest(array):
 
 
 def off(here, there):
-    """The largest difference of two arrays, relative to the largest number in either: at most 2, 0.0 for the same bits."""
+    """The largest difference of two arrays, relative to the largest number in either: at most 2,
+    0.0 for the same bits.
+    """
     if not np.any(here != there):
         return 0.0
     scale = np.maximum(largest(here), largest(there))  # np.maximum: NaN stays NaN
@@ -83,7 +91,9 @@ def both(here, there, reference):
 
 
 def first_index(here, there, bound=0.0):
-    """The flat index of the first elements that are further apart than `bound`, or None. NaN is far from everything."""
+    """The flat index of the first elements that are further apart than `bound`, or None. NaN is far
+    from everything.
+    """
     apart = ~(np.abs(here - there) <= bound) if bound else here != there
     found = np.flatnonzero(apart)
     return int(found[0]) if len(found) else None

@@ -1,4 +1,6 @@
-"""P5, nothing lost: a save and a load give every vector back, bit for bit, at another stage and on one rank too."""
+"""P5, nothing lost: a save and a load give every vector back, bit for bit, at another stage and on
+one rank too.
+"""
 
 import shutil
 import tempfile
@@ -12,7 +14,9 @@ TEXT = "state after a save and a load, then one more step"
 
 
 def saving_loses_nothing(trial):
-    """Save after two steps; load at the same stage, at another, and on one rank; then one more step."""
+    """Save after two steps; load at the same stage, at another, and on one rank; then one more
+    step.
+    """
     world = trial.world
     folder = Path(world.share(tempfile.mkdtemp() if world.rank == 0 else None)[0])
     try:

@@ -1,4 +1,6 @@
-"""P1, the data: sequence i of step s is a function of (seed, s, i), and micro-batch m of rank r is j = m x size + r."""
+"""P1, the data: sequence i of step s is a function of (seed, s, i), and micro-batch m of rank r is
+j = m x size + r.
+"""
 
 import numpy as np
 
@@ -13,7 +15,9 @@ TOKENS = np.arange(
 
 
 def data_is_shared_out(trial):
-    """All ranks together see the sequences of one rank that takes the whole batch, in order, each of them once."""
+    """All ranks together see the sequences of one rank that takes the whole batch, in order, each
+    of them once.
+    """
     text = Text(TOKENS[:50_000], TOKENS[50_000 : 50_000 + CONTEXT * 40], CONTEXT)
     size, found = trial.world.size, []
     for last_only in (False, True):
@@ -37,7 +41,9 @@ def data_is_shared_out(trial):
 
 
 def _starts(micro_batches, counted=False):
-    """The first token of each sequence of each micro-batch; `counted`: of those that have a counted target."""
+    """The first token of each sequence of each micro-batch; `counted`: of those that have a counted
+    target.
+    """
     return [
         [
             int(row[0])
@@ -52,7 +58,8 @@ def _compared(where, here, expected):
     for j, (mine, its) in enumerate(zip(here, expected, strict=True)):
         for i, (start, other) in enumerate(zip(mine, its, strict=False)):
             if start != other:
-                text = f"{where}, micro-batch {j}, sequence {i}: starts at token {start} here, {other} on one rank"
+                pair = f"starts at token {start} here, {other} on one rank"
+                text = f"{where}, micro-batch {j}, sequence {i}: {pair}"
                 yield Finding(1.0, text)
         if len(mine) != len(its):
             yield Finding(
@@ -61,7 +68,9 @@ def _compared(where, here, expected):
 
 
 def _repeated(where, here, seen):
-    """Findings of micro-batches that came before, in this step or another: a draw from so many places never repeats."""
+    """Findings of micro-batches that came before, in this step or another: a draw from so many
+    places never repeats.
+    """
     for j, batch in enumerate(here):
         if tuple(batch) in seen:
             yield Finding(

@@ -21,7 +21,9 @@ def stages_agree(trial):
 
 
 def order_is_kept(trial):
-    """(b) Ordered, three micro-batches: each stage gives the bits of one rank, and of the loop without ZeRO."""
+    """(b) Ordered, three micro-batches: each stage gives the bits of one rank, and of the loop
+    without ZeRO.
+    """
     split = trial.reduced("ordered").but(accumulate=3)
     runs = [run(split.but(stage=stage.number)) for stage in STAGES]
     references = {"one rank": run(split.alone().but(stage=0))}
@@ -39,7 +41,9 @@ def order_is_kept(trial):
 
 
 def narrow_types_follow(trial):
-    """(b) Training in 16 bits, with its loss scale and its roundings, gives the bits of the plain loop in 16 bits."""
+    """(b) Training in 16 bits, with its loss scale and its roundings, gives the bits of the plain
+    loop in 16 bits.
+    """
     if trial.world.device.name != "cpu" or PIECES % trial.world.size:
         return
     found = []
@@ -65,7 +69,9 @@ def schedule_changes_nothing(trial):
 
 
 def evaluation_agrees(trial):
-    """An evaluation gives the loss that the training step on the same micro-batches gives before its update."""
+    """An evaluation gives the loss that the training step on the same micro-batches gives before
+    its update.
+    """
     found = []
     for model in trial.models:
         for stage in STAGES:
@@ -80,10 +86,11 @@ def evaluation_agrees(trial):
 
 
 def gradient_is_right(trial):
-    """The sharded gradient of the global loss, in float64: against finite differences along a random direction.
+    """The sharded gradient of the global loss, in float64: against finite differences along a
+    random direction.
 
-    A communicator that rounds makes the loss a staircase: its gradient is compared with the plain loop's at the weights
-    that it delivers.
+    A communicator that rounds makes the loss a staircase: its gradient is compared with the plain
+    loop's at the weights that it delivers.
     """
     found = []
     trial = trial.but(precision="float64", accumulate=2, optimizer=SGD(lr=0.0))
@@ -94,7 +101,8 @@ def gradient_is_right(trial):
         if trial.tolerance:
             found.append(gradient_at_gathered_weights(one, zero, trial.tolerance))
             continue
-        # 1e-6: the differences are off by the square of the step (1e-11) times a third derivative of some thousands
+        # 1e-6: the differences are off by the square of the step (1e-11) times a third derivative
+        # of some thousands
         slope, expected = exact_slope(zero, one.data(0))
         size = abs(slope - expected) / abs(expected)
         if not size <= 1e-6:

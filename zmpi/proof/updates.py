@@ -1,15 +1,17 @@
-"""P1, the update: learning rates, clipping, the norm and the optimizers, against a textbook in float64."""
+"""P1, the update: learning rates, clipping, the norm and the optimizers, against a textbook in
+float64.
+"""
 
 import numpy as np
 
-from zmpi.optim import SGD, AdamW
+from zmpi.optim import SGD, AdamW, Optimizer
 from zmpi.proof import textbook
 from zmpi.proof.outcome import parts
 from zmpi.proof.rows import Finding, both, first_index, judged, largest, named_index, off
 
 UPDATES = 5
-# Clipping bites in the first and never does in the second, where a factor above 1 would show. Large rates and decays:
-# what is wrong stands out from float32's rounding.
+# Clipping bites in the first and never does in the second, where a factor above 1 would show. Large
+# rates and decays: what is wrong stands out from float32's rounding.
 OPTIMIZERS = (
     AdamW(
         lr=0.05, warmup=2, schedule="cosine", decay_steps=4, clip=0.05, weight_decay=0.5, eps=1e-3
@@ -17,20 +19,28 @@ OPTIMIZERS = (
     SGD(lr=0.1, warmup=3, clip=1e3, weight_decay=0.1, momentum=0.9),
 )
 TEXTBOOK = {AdamW: textbook.adamw, SGD: textbook.sgd}
-# Relative, of one update's largest change and of the largest weight: some ten float32 operations in another order, and
-# the last bits of the sum. 1e-5 leaves a factor of ten; t + 1 for t = 5 is off by 0.2.
+# Relative, of one update's largest change and of the largest weight: some ten float32 operations in
+# another order, and the last bits of the sum. 1e-5 leaves a factor of ten; t + 1 for t = 5 is off
+# by 0.2.
 CHANGE, WEIGHT = 1e-5, 4 * 2.0**-24
 
 
 def updates_are_right(trial):
-    """Learning rates and clipping alone, then whole updates in the trial's precision and in float16."""
+    """Learning rates and clipping alone, then whole updates in the trial's precision and in
+    float16.
+    """
     trial = trial.but(tolerance=0.0)  # each update is compared with its own gradients
-    optimizers = [trial.optimizer, *OPTIMIZERS]
+    mine, known = trial.optimizer, tuple(TEXTBOOK)
+    # One of your own that is an AdamW or an SGD is followed as such; another has the base class's
+    # rates, or its own.
+    followed = [*OPTIMIZERS, *[mine] * (isinstance(mine, known) and type(mine) not in known)]
+    own_rates = not isinstance(mine, known) and type(mine).rate is not Optimizer.rate
+    optimizers = followed if own_rates else [mine, *followed]
     yield judged(trial, "P1", "learning rates and clipping with a textbook's", _numbers(optimizers))
     kinds = {trial.precision: [*trial.models], "float16": [[*trial.models][-1]]}
     for precision, models in kinds.items():
         norms, weights = [], []
-        for optimizer in OPTIMIZERS:
+        for optimizer in followed:
             one = trial.but(precision=precision, optimizer=optimizer, accumulate=2)
             for model in models:
                 norm, weight = _followed(one.but(model=model))
@@ -46,7 +56,9 @@ def updates_are_right(trial):
 
 
 def _numbers(optimizers):
-    """Findings of the first learning rate and clip factor of each optimizer that are not the textbook's."""
+    """Findings of the first learning rate and clip factor of each optimizer that are not the
+    textbook's.
+    """
     for optimizer in optimizers:
         name = type(optimizer).__name__
         pairs = [
@@ -69,7 +81,9 @@ def _numbers(optimizers):
 
 
 def _followed(trial):
-    """(Finding of the norm, Finding of the weights) of UPDATES steps, each from the engine's own gradients."""
+    """(Finding of the norm, Finding of the weights) of UPDATES steps, each from the engine's own
+    gradients.
+    """
     zero = trial.make()
     norms, weights = [Finding(0.0)], [Finding(0.0)]
     for step in range(UPDATES):
@@ -141,7 +155,9 @@ def _gradient(zero, unit):
 
 
 def _skipped(trial):
-    """Findings of a float16 step whose gradients overflow: nothing is updated, and the scale is halved."""
+    """Findings of a float16 step whose gradients overflow: nothing is updated, and the scale is
+    halved.
+    """
     one = trial.but(precision="float16", model=[*trial.models][-1])
     zero = one.make()
     zero.scaler.scale = zero.scaler.HIGHEST
@@ -162,9 +178,10 @@ def _skipped(trial):
                 at = first_index(here, there)
                 if at is not None:
                     element = named_index(name, part.shape, part.first + at)
+                    pair = both(here[at], there[at], "before")
                     yield Finding(
                         off(here, there),
-                        f"{one}, step 1, loss scale 2^24: {kind} of {element}: {both(here[at], there[at], 'before')}",
+                        f"{one}, step 1, loss scale 2^24: {kind} of {element}: {pair}",
                     )
 
 

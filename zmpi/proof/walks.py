@@ -1,10 +1,14 @@
-"""P2, the walk: a schedule gathers, frees and reduces what the layers need, whatever order it chooses."""
+"""P2, the walk: a schedule gathers, frees and reduces what the layers need, whatever order it
+chooses.
+"""
 
 from zmpi.proof.rows import Finding, counted, judged
 
 
 def walks_are_whole(trial):
-    """Every unit is gathered before it is needed, freed after, and reduced once, when its gradient is complete."""
+    """Every unit is gathered before it is needed, freed after, and reduced once, when its gradient
+    is complete.
+    """
     found = []
     for model in trial.models:
         zero = trial.but(model=model).make()

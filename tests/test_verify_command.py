@@ -1,0 +1,21 @@
+"""What zmpi.verify prints, as a command; its checks are tested in world/test_verify.py."""
+
+from faults.planted import PLANTED
+from mpirun import ROOT, run_world
+
+
+def test_one_ranks_error_is_one_line_and_the_others_do_not_wait_for_ever():
+    name = "one rank raises alone"
+    assert name in PLANTED
+    planted = ROOT / "tests" / "faults" / "planted.py"
+    world = run_world(3, [planted, "--planted", name], timeout=60)
+    lines = [line for line in world.output.splitlines() if "error:" in line]
+    assert world.status == 1 and not world.left
+    assert len(lines) == 1 and "rank 1: TypeError" in lines[0], world.output
+    assert "Traceback" not in world.output
+
+
+def test_a_tolerance_above_a_tenth_is_refused():
+    world = run_world(2, ["-m", "zmpi.verify", "--tolerance", "0.2"], timeout=60)
+    line = "zmpi.verify: error: --tolerance: expected at most 0.1, got 0.2"
+    assert (world.status, world.output.splitlines()[:1]) == (2, [line])
