@@ -2,6 +2,7 @@
 says where.
 
 By hand (some minutes): python tests/faults/planted.py [NAME ...]
+Each with the one check that must find it (a minute): mpirun -n 3 python tests/faults/planted.py --all
 For each it runs zmpi.verify on 3 ranks with that mistake in the code, and prints the first red row.
 A quick part of the table runs in tests/world/test_verify.py.
 """
@@ -9,6 +10,7 @@ A quick part of the table runs in tests/world/test_verify.py.
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from inspect import getattr_static
 from math import sqrt
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ import zmpi.comm
 import zmpi.engine
 import zmpi.optim
 import zmpi.unit
+import zmpi.verify
 import zmpi.world
 from models.layer import Recomputed
 from zmpi.comm import Communicator, Gather
@@ -35,6 +38,7 @@ from zmpi.ledger import Ledger
 from zmpi.optim import SGD, AdamW, Slice
 from zmpi.owned import Shared
 from zmpi.schedule import Schedule, training_schedule
+from zmpi.trial import Trial
 from zmpi.unit import Unit
 
 
@@ -64,8 +68,8 @@ def mistake(name, found_by, *places):
     def enter(wrong):
         patches = []
         for thing, attribute in places:
-            real, replaced = getattr(thing, attribute), _around(getattr(thing, attribute), wrong)
-            static = isinstance(vars(thing)[attribute], staticmethod)
+            replaced = _around(getattr(thing, attribute), wrong)
+            static = isinstance(getattr_static(thing, attribute), staticmethod)
             patches.append((thing, attribute, staticmethod(replaced) if static else replaced))
         PLANTED[name] = Mistake(found_by, patches)
         return wrong
@@ -112,7 +116,11 @@ def _(real, comm, layout, full, out, fresh):
     return real(comm, layout, full, out, True)
 
 
-@mistake("16-bit sums of micro-batches", "order_is_kept", (Communicator, "reduce_scatter"))
+@mistake(
+    "16-bit sums of micro-batches",
+    "narrow_types_follow",
+    (Communicator, "reduce_scatter"),
+)
 def _(real, comm, layout, full, out, fresh):
     real(comm, layout, full, out, fresh)
     if full.itemsize == 2:
@@ -281,7 +289,10 @@ def _(real, layer, w, x):
     return y, y
 
 
-@mistake("one rank raises alone", "walks_are_whole", (ZeRO, "make_schedule"))
+ALONE = "one rank raises alone"
+
+
+@mistake(ALONE, "walks_are_whole", (ZeRO, "make_schedule"))
 def _(real, layers, units):
     if zmpi.world.MPI.COMM_WORLD.rank == 1:
         raise TypeError("this mistake was planted")
@@ -475,10 +486,28 @@ def main(names):
     return 1 if missed else 0
 
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--planted"]:
-        import zmpi.verify
+def together():
+    """Plant each mistake in turn in this world, and print the first red row of its check."""
+    world, missed = zmpi.World(device="cpu"), []
+    for number, (name, planted) in enumerate(PLANTED.items(), 1):
+        if name == ALONE:
+            continue  # it ends the world
+        with planted.planted():
+            check = getattr(zmpi.verify, planted.found_by)
+            rows = [row for row in zmpi.verify.promises(Trial(world), (check,)) if not row.passed]
+        missed += [] if rows else [name]
+        for row in rows[:1] if world.rank == 0 else ():
+            print(f"{number:2}. {name}\n    {row.promise:4}  {row.compared}: {row.figure}")
+            print(f"          {row.where}", flush=True)
+    if world.rank == 0:
+        print(f"missed: {', '.join(missed)}" if missed else "all were found")
+    sys.exit(1 if missed else 0)
 
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--all"]:
+        together()
+    elif sys.argv[1:2] == ["--planted"]:
         with PLANTED[sys.argv[2]].planted():
             zmpi.verify.main(sys.argv[3:])
     else:

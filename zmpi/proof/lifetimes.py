@@ -38,7 +38,9 @@ def nothing_is_kept(trial):
     is named, no more.
     """
     engine = type(trial.engine.__name__, (trial.engine,), {"make_ledger": Counting})
-    watched = trial.but(engine=engine, models={"large": trial.large}, model="large", stage=3)
+    watched = trial.but(
+        engine=engine, models={"large model": trial.large}, model="large model", stage=3
+    )
     for prefetch in (0, 1):
         one = watched.but(prefetch=prefetch)
         tracemalloc.start()
@@ -87,7 +89,9 @@ def _row(trial, figures):
         for rank, (most, left, unnamed) in enumerate(ranks[moment] for ranks in everyone):
             faults = [f"{most} full vectors were alive together"] * (most > trial.prefetch + 1)
             faults += [
-                f"{number} {kind} vectors are alive" for kind, number in left.items() if number
+                f"{number} {kind} vector{'s are' if number > 1 else ' is'} alive"
+                for kind, number in left.items()
+                if number
             ]
             faults += [f"{unnamed:,} bytes are held that are not named"] * (unnamed > SLACK)
             if faults and not wrong:

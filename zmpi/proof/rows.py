@@ -86,8 +86,9 @@ def off(here, there):
 
 
 def both(here, there, reference):
-    """Two numbers side by side, in words."""
-    return f"{here:.9g} here, {there:.9g} {reference}"
+    """Two numbers side by side, in words: with all their digits where nine do not tell them apart."""
+    digits = 9 if f"{here:.9g}" != f"{there:.9g}" else 17
+    return f"{here:.{digits}g} here, {there:.{digits}g} {reference}"
 
 
 def first_index(here, there, bound=0.0):
