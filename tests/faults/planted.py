@@ -473,7 +473,7 @@ def main(names):
         world = run_world(3, [__file__, "--planted", name], timeout=200)
         lines = world.output.splitlines()
         red = [i for i, line in enumerate(lines) if line.endswith("FAIL")]
-        alone = [line for line in lines if ": error: rank " in line]
+        alone = [line for line in lines if line.startswith("zmpi: rank ")]
         last = lines[red[0] : red[0] + 2] if red else alone or lines[-2:]
         print(f"{number:2}. {name}: {len(red)} red", *last, sep="\n      ", flush=True)
         found = (

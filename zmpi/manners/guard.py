@@ -91,12 +91,12 @@ class Guard:
             exits = [(rank, *word) for rank, word in sorted(heard.items()) if word]
             absent = [rank for rank in range(self.size) if rank not in heard]
             for rank, status, doing in exits[:1]:
-                self._end(
+                self.end(
                     status,
                     f"rank {rank}: {doing}; the others stand in World(), which it never entered",
                 )
             if absent:
-                self._end(
+                self.end(
                     1,
                     f"World() did not complete within {timeout:g} s: {_ranks(absent)} never made one",
                 )
@@ -148,7 +148,7 @@ class Guard:
         elif main or kind is not SystemExit:  # which, in another thread, ends that thread only
             status = 128 + signal.SIGINT if kind is KeyboardInterrupt else 1
             line = one_line(traceback.format_exception_only(kind, error)[-1].strip())
-            self._end(
+            self.end(
                 status,
                 f"rank {self.rank}: {line}",
                 lambda: "".join(traceback.format_exception(kind, error, trace)),
@@ -170,7 +170,7 @@ class Guard:
         else:
             if self.size > 1 and not self._messages.can_talk:
                 rest(ANSWER)  # it may be the launcher's, after another rank has spoken and aborted
-            self._end(128 + number, f"rank {self.rank}: ended by {signal.Signals(number).name}")
+            self.end(128 + number, f"rank {self.rank}: ended by {signal.Signals(number).name}")
 
     def _judge(self) -> None:
         """Is it time to leave; did this rank exit while others wait for it, or the reverse; did it wait too long."""
@@ -179,7 +179,7 @@ class Guard:
             self._all_gone.set()
         if self._messages.abandoned:
             fault = f"the others stand in {self._messages.abandoned}, which it never entered"
-            self._end(self._exit_status(), f"rank {self.rank}: {self._doing()}; {fault}")
+            self.end(self._exit_status(), f"rank {self.rank}: {self._doing()}; {fault}")
         count, name, entered = self._state
         now = self._clock.seconds
         if entered is None or self._ending.begun:
@@ -193,7 +193,7 @@ class Guard:
             self._told = count
             self._messages.say_abandoned(min(deserters), name)
         if now - entered > self.timeout:
-            self._end(1, "", lambda: self._report(count, name))
+            self.end(1, "", lambda: self._report(count, name))
 
     def _exit_status(self) -> int:
         """The status for all where this rank exits alone: its own, or 1 where that is 0 or unknown."""
@@ -224,7 +224,7 @@ class Guard:
         ]
         return "\n".join(lines) + "\n"
 
-    def _end(self, status: int, line: str, text=lambda: "") -> None:
+    def end(self, status: int, line: str, text=lambda: "") -> None:
         """End all ranks with `status`; the one that may speak prints text() and the line. Only the guard's thread returns."""
 
         def words(others):

@@ -6,7 +6,6 @@ from time import monotonic, sleep
 
 import numpy as np
 
-from zmpi.manners.hooks import say
 from zmpi.proof.rows import Row
 from zmpi.trial import sentence
 
@@ -49,8 +48,7 @@ def _met(apart, world, fault):
     with world.guard.waiting("the end of a check"):
         while not request.Test():
             if fault and monotonic() - began > PATIENCE:
-                program = world.guard.program
-                say(f"{program}: error: rank {world.rank}: {fault}; other ranks wait for it\n")
-                world.mpi.Abort(1)
+                line = f"rank {world.rank}: {fault}; other ranks wait for it"
+                world.guard.end(1, line)
             sleep(POLL)
         return apart.allgather(fault)
