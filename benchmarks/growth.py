@@ -22,9 +22,8 @@ HERE = Path(__file__).resolve().parent
 def work(shape, ranks):
     """Multiplications and additions per core of a step: three products for each of the forward's."""
     C, T = shape.width, shape.context
-    block = (
-        12 * C * C + T * C
-    )  # a token: four linear maps, and q k^T and p v over half of the context
+    # a token: four linear maps, and q k^T and p v over half of the context
+    block = 12 * C * C + T * C
     per_rank = 6 * shape.tokens * (shape.layers * block + C * shape.vocab)
     return per_rank * max(1, ranks / os.cpu_count())
 

@@ -13,9 +13,8 @@ from models.twins import on_gpu
 ROWS = (
     64  # rows of scores at once: small blocks skip more of the future, large ones multiply faster
 )
-SCORES = (
-    1 << 17
-)  # at once, at most, where one sequence's are fewer: 512 KiB of float32, half of a level 2 cache
+# at once, at most, where one sequence's are fewer: 512 KiB of float32, half of a level 2 cache
+SCORES = 1 << 17
 
 
 def by_head(x_TF, heads):

@@ -15,9 +15,8 @@ import numpy as np
 from models.twins import on_gpu
 
 BLOCK = 1 << 16  # elements: 256 KiB of float32, a few of which fit into a level 2 cache
-PRODUCT = (
-    1 << 20
-)  # elements of a block of a matrix product: 4 MiB, large enough to multiply at full speed
+# elements of a block of a matrix product: 4 MiB, large enough to multiply at full speed
+PRODUCT = 1 << 20
 EPS = 1e-5  # layer norm, as in GPT-2
 GELU_0, GELU_1 = math.sqrt(2 / math.pi), 0.044715 * math.sqrt(2 / math.pi)
 

@@ -86,9 +86,8 @@ class RawModule:
             assert len(arguments) == len(declared), (
                 f"{name} takes {len(declared)}, got {len(arguments)}"
             )
-            threads = (
-                1 if name in self.in_turn else block[0]
-            )  # between two of its parts all threads wait: here, one does all
+            # between two of its parts all threads wait: here, one does all
+            threads = 1 if name in self.in_turn else block[0]
             function(
                 grid[0],
                 threads,

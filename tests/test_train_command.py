@@ -138,9 +138,8 @@ def test_comm_is_the_steps_alone(logged):
         )  # two micro-batches, every unit twice
         assert moved["reduce_scatter"]["elements"] == 2 * total
         assert moved["all_gather"]["bytes_sent"] == 4 * 2 * (padded // 3) * 4
-        evaluated = (
-            entry["step"] == 3
-        )  # after step 2: two micro-batches, of which each gathers a unit once, the tied one twice
+        # after step 2: two micro-batches, of which each gathers a unit once, the tied one twice
+        evaluated = entry["step"] == 3
         outer = header["unit_sizes"]["outer"]
         assert (
             (moved["other"]["elements"] > 2 * (total + outer))

@@ -237,9 +237,8 @@ def _ranges(zero, manifest, vectors):
     for unit in zero.units.values():
         shards, layout = unit.shards(), unit.layout
         for name, start, stop in layout.spans(unit.part):
-            first = (
-                unit.part.start + start - layout.offsets[name]
-            )  # counted from the parameter's first element
+            # counted from the parameter's first element
+            first = unit.part.start + start - layout.offsets[name]
             for vector in vectors:
                 target = shards[vector][start:stop]
                 for piece in manifest.pieces(

@@ -19,9 +19,8 @@ from zmpi.transport import Paced, check_vector, ways
 from zmpi.world import MPI
 
 CUT = 8  # what a reduction has to cut, or to add up itself, it cuts into eighths of a chunk
-CHUNK_BYTES = (
-    16 << 20
-)  # of one collective over all ranks: MPI's collectives are fastest between 1 and 16 MiB
+# of one collective over all ranks: MPI's collectives are fastest between 1 and 16 MiB
+CHUNK_BYTES = 16 << 20
 
 
 class Communicator:
@@ -115,9 +114,8 @@ class Communicator:
         needed = []
         for layout in layouts:
             elements = min(layout.shard_length, self._longest_cut(layout, np.dtype(dtype).itemsize))
-            packed = (
-                self.shards if elements < layout.shard_length else 0
-            )  # `mpi` packs only what it has to cut
+            # `mpi` packs only what it has to cut
+            packed = self.shards if elements < layout.shard_length else 0
             needed.append(elements * (self.shards if self.ordered else 1 + packed))
         self._message = self.ledger.track("message", self.xp.empty(max(needed), dtype))
         longest = max(layout.shard_length for layout in layouts)

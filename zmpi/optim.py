@@ -14,9 +14,8 @@ from models.twins import on_gpu
 from zmpi.domains import Domain, switch
 from zmpi.sums import round_to
 
-BLOCK = (
-    1 << 16
-)  # elements of a block: the five vectors of a block stay within a core's second-level cache
+# elements of a block: the five vectors of a block stay within a core's second-level cache
+BLOCK = 1 << 16
 
 
 @dataclass
@@ -24,9 +23,8 @@ class Slice:
     """What the optimizer updates of one unit. Every vector is owned by the unit and changed in place."""
 
     master: np.ndarray  # weights, in the master type
-    gradient: (
-        np.ndarray
-    )  # summed over ranks, in the gradient type; possibly still multiplied by the loss scale
+    # summed over ranks, in the gradient type; possibly still multiplied by the loss scale
+    gradient: np.ndarray
     moments: dict  # {name: vector in the master type}
     decayed: list  # [(start, stop, whether weight decay applies), ...], covering the parameters (not the padding)
     stored: np.ndarray | None = None  # the parameters, where they are the master rounded to 16 bits

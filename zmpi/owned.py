@@ -20,9 +20,8 @@ class Owned:
 
     stored: np.ndarray  # the whole vector, or this rank's shard of it
     shard: np.ndarray  # this rank's shard: what is stored, or a view into it
-    updated: (
-        np.ndarray
-    )  # what the optimizer updates here: the shard, or at stage 0 all that is stored
+    # what the optimizer updates here: the shard, or at stage 0 all that is stored
+    updated: np.ndarray
 
     @property
     def sharded(self):

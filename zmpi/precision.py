@@ -19,9 +19,8 @@ class Recipe:
     name: str
     parameter: np.dtype  # stored, and what a gather moves
     gradient: np.dtype  # stored, and what a reduce moves
-    master: (
-        np.dtype
-    )  # what the optimizer updates, and the type of its moments and of every sum of gradients
+    # what the optimizer updates, and the type of its moments and of every sum of gradients
+    master: np.dtype
     compute: np.dtype  # activations, and the weights that they meet
     partial: np.dtype  # partial gradients of parameters
 

@@ -4,9 +4,8 @@ import numpy as np
 
 from models.twins import on_gpu
 
-REDUCE_BLOCK = (
-    1 << 16
-)  # elements that are summed over ranks at a time, so that the running sum stays in cache
+# elements that are summed over ranks at a time, so that the running sum stays in cache
+REDUCE_BLOCK = 1 << 16
 
 
 @on_gpu

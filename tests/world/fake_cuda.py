@@ -213,9 +213,8 @@ class Cuda:
         """New memory: freed memory of this size if there is some, as it is, else poisoned."""
         shape, dtype = (shape,) if np.ndim(shape) == 0 else tuple(shape), np.dtype(dtype)
         nbytes = -(-max(1, int(np.prod(shape)) * dtype.itemsize) // 512) * 512
-        block = (
-            self.free[nbytes].pop() if self.free[nbytes] else np.full(nbytes, 0xFF, np.uint8)
-        )  # NaN in every float
+        # NaN in every float
+        block = self.free[nbytes].pop() if self.free[nbytes] else np.full(nbytes, 0xFF, np.uint8)
         self.used += nbytes
         for hook in self.hooks:
             hook.malloc_postprocess(mem_size=nbytes)

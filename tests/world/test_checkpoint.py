@@ -199,9 +199,8 @@ def test_saving_takes_no_memory_and_loading_one_block(world, folder, stage, prec
         call(folder)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    rounding = (
-        0 if precision == "float32" else smallest
-    )  # where a 16-bit vector is compared with infinity
+    # where a 16-bit vector is compared with infinity
+    rounding = 0 if precision == "float32" else smallest
     assert small_change < smallest / 2
     assert peaks[0] < small_change, peaks
     assert peaks[1] < BLOCK + small_change + rounding, peaks

@@ -174,9 +174,8 @@ def test_matrices_decay_and_biases_and_gains_do_not(comm, reduction, stage):
     before = copied(zero)
     zero.train_step(share(model, 1, zero.world, 1))
     for name, array in copied(zero).items():
-        decay = (
-            np.float32(1 - 0.1 * 0.1) if array.ndim == 2 else np.float32(1)
-        )  # embeddings are matrices
+        # embeddings are matrices
+        decay = np.float32(1 - 0.1 * 0.1) if array.ndim == 2 else np.float32(1)
         np.testing.assert_array_equal(array, before[name] * decay, err_msg=name)
 
 

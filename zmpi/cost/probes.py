@@ -45,12 +45,10 @@ class ProbedCommunicator(Communicator):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.skew_s = (
-            Counter()
-        )  # (kind, unit) -> seconds waited for the slowest rank before the collective began
-        self.in_flight_s = (
-            Counter()
-        )  # (kind, unit) -> seconds from its start to its end, as the caller saw them
+        # (kind, unit) -> seconds waited for the slowest rank before the collective began
+        self.skew_s = Counter()
+        # (kind, unit) -> seconds from its start to its end, as the caller saw them
+        self.in_flight_s = Counter()
 
     def all_gather(self, layout, shard, full):
         self._meet("all_gather", layout)

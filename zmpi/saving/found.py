@@ -28,9 +28,8 @@ class Found:
     step: int
     save: int
     digest: str  # of its manifest; "" where that is damaged
-    run: (
-        str | None
-    )  # the id of its run; None where the manifest is damaged: then only its name says whose it is
+    # the id of its run; None where the manifest is damaged: then only its name says whose it is
+    run: str | None
     fault: str  # why it is not what its name says; ""
 
     @property
