@@ -79,18 +79,16 @@ zero = TalkingZeRO(
     optimizer=SGD(lr=0.1),
     policy=Policy(prefetch=0),
 )
-inputs = np.random.default_rng(world.rank).integers(
-    0, 16, (5, 4)
-)  # each rank has its own five windows
+# each rank has its own five windows
+inputs = np.random.default_rng(world.rank).integers(0, 16, (5, 4))
 tell(
     f"state kept apart: rank A owns the first slice of every unit, B the second, ...\n\nthe walk:\n{zero.schedule}\n\none step:"
 )
 zero.train_step([(inputs, inputs[:, 0])])
 
 owned = sum(sum(unit.owned_bytes().values()) for unit in zero.units.values())
-whole = sum(
-    2 * unit.layout.padded * 4 for unit in zero.units.values()
-)  # weights and gradients, float32
+# weights and gradients, float32
+whole = sum(2 * unit.layout.padded * 4 for unit in zero.units.values())
 gathered = zero.ledger["comm"]["all_gather"]
 tell(
     f"\nkept: {owned:,} bytes a rank, {world.size * owned:,} in all;"

@@ -51,12 +51,10 @@ for _ in range(400):
     hidden = np.tanh(x @ w)
     del w
     w = gather(1)  # the turn: the last layer's forward, the loss, and its backward in one visit
-    error = (hidden @ w - target) / (
-        16 * size
-    )  # divided by all ranks' samples, so that the sum is the mean
-    losses.append(
-        comm.allreduce(float(np.sum(error**2)) * 8 * size)
-    )  # half the mean square, whose gradient is `error`
+    # divided by all ranks' samples, so that the sum is the mean
+    error = (hidden @ w - target) / (16 * size)
+    # half the mean square, whose gradient is `error`
+    losses.append(comm.allreduce(float(np.sum(error**2)) * 8 * size))
     d_hidden = error @ w.T * (1 - hidden**2)
     del w
     gradients = {

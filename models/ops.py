@@ -123,9 +123,8 @@ def layer_norm(x, gain_C, bias_C):
     x_hat, y = np.empty_like(x), np.empty_like(x)
     x_NC, hat_NC, y_NC = flat_rows(x), flat_rows(x_hat), flat_rows(y)
     rstd_N1 = np.empty_like(x, shape=(len(x_NC), 1))
-    mean_C1 = np.full_like(
-        x, 1 / x.shape[-1], shape=(x.shape[-1], 1)
-    )  # x @ mean: the mean of each row
+    # x @ mean: the mean of each row
+    mean_C1 = np.full_like(x, 1 / x.shape[-1], shape=(x.shape[-1], 1))
     for rows in row_blocks(x_NC):
         hat_RC, y_RC, rstd_R1 = hat_NC[rows], y_NC[rows], rstd_N1[rows]
         np.subtract(x_NC[rows], np.matmul(x_NC[rows], mean_C1), out=hat_RC)

@@ -25,13 +25,8 @@ from zmpi.saving.folder import Folder
 from zmpi.saving.found import explained, moved_on, newest, read_checkpoint
 from zmpi.saving.manifest import Manifest, unit_entry
 
-SIZES = (
-    "depth",
-    "width",
-    "heads",
-    "context",
-    "vocab",
-)  # attributes that say what a model is, where it has them
+# attributes that say what a model is, where it has them
+SIZES = ("depth", "width", "heads", "context", "vocab")
 
 
 @dataclass(frozen=True)

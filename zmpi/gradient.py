@@ -25,10 +25,8 @@ class Gradient:
         self.owned = shared.own("gradients", layout, sharded, dtype)
         self.partial = self.sum = None  # for the moment of use
         self._handed = {}  # the views that were handed out, emptied when the partial gradient is dropped
-        self._first, self._left = (
-            True,
-            1,
-        )  # is this the first micro-batch, and how many are not reduced yet
+        self._first = True  # whether this is the step's first micro-batch
+        self._left = 1  # micro-batches that are not reduced yet
 
     def begin_step(self, micro_batches):
         """From now on there are so many micro-batches to reduce."""

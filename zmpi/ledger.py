@@ -9,13 +9,8 @@ from zmpi.memory import peak_resident_bytes
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "other")
 OWNED = ("parameters", "gradients", "optimizer")
-WORK = (
-    "partial",
-    "widened",
-    "sum",
-    "message",
-    "pinned",
-)  # the kinds of work buffers; pinned memory is the host's
+# the kinds of work buffers; pinned memory is the host's
+WORK = ("partial", "widened", "sum", "message", "pinned")
 
 
 @dataclass
@@ -40,9 +35,8 @@ class Ledger:
 
     def __init__(self):
         self.moved = defaultdict(Moved)  # (kind, unit) -> Moved
-        self._outside = defaultdict(
-            Moved
-        )  # the part of it that was booked as other since the step began
+        # the part of it that was booked as other since the step began
+        self._outside = defaultdict(Moved)
         self.alive = Counter()  # kind of memory -> bytes
         self.peak = Counter()  # kind of memory -> highest bytes since the step began
         self.work_peak = 0  # highest sum over the kinds of work buffers

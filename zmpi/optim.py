@@ -179,9 +179,8 @@ def adamw(master, owned, by):
         s *= of_square
         v *= by.beta2
         v += s
-        np.sqrt(
-            v, out=s
-        )  # p -= lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps), both times sqrt(1 - beta2^t)
+        # p -= lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps), both times sqrt(1 - beta2^t)
+        np.sqrt(v, out=s)
         s += by.eps * root
         np.divide(m, s, out=s)
         s *= by.step_size * root

@@ -175,6 +175,5 @@ class Unit:
         """How many 16-bit weights of this rank's shard are infinite: each is counted on one rank, at every stage."""
         if self.master is self.parameters:
             return 0
-        return np.count_nonzero(
-            np.isinf(self.parameters.shard)
-        )  # on a GPU nobody waits for it here
+        # an array on a GPU: nobody waits for it here
+        return np.count_nonzero(np.isinf(self.parameters.shard))

@@ -17,10 +17,8 @@ from zmpi.stages import STAGES, state_bytes
 SEEDS = 1 << 64
 MODELS = ("transformer", "mlp")
 SIZES = {"layers": 2, "width": 128, "heads": 4, "context": 64, "vocab": 256}
-WINDOW = (
-    "context",
-    "vocab",
-)  # what a model's data needs to know; one that has none gets the flags'
+# what a model's data needs to know; one that has none gets the flags'
+WINDOW = ("context", "vocab")
 LAYER = ("name", "unit", "backward_needs_weights", "shapes", "init", "forward", "backward")
 
 

@@ -9,9 +9,8 @@ from zmpi.proof.rows import Finding, judged
 from zmpi.trial import SEED
 
 CONTEXT, EACH, ACCUMULATE = 5, 2, 3  # tokens, sequences per micro-batch, micro-batches
-TOKENS = np.arange(
-    60_000, dtype=np.uint16
-)  # each token is its own place: a window says where it starts
+# each token is its own place: a window says where it starts
+TOKENS = np.arange(60_000, dtype=np.uint16)
 
 
 def data_is_shared_out(trial):

@@ -113,9 +113,8 @@ def _followed(trial):
 def _updated(optimizer, t, norm, gradient, states):
     """The Finding of one update of the stretch of a parameter that this rank owns, or None."""
     (name, part), (before, now) = gradient, states
-    decays = np.zeros(
-        (1,) * max(1, len(part.shape))
-    )  # of as many dimensions as the parameter: what may decay
+    # of as many dimensions as the parameter: what may decay
+    decays = np.zeros((1,) * max(1, len(part.shape)))
     shape = (-1, *decays.shape[1:])
     g = part.values.reshape(shape) * textbook.clipped(optimizer, norm)
     w = before["master"][name].values.reshape(shape)

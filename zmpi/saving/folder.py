@@ -37,10 +37,8 @@ class Folder:
     def __init__(self, path, keep, make=True):
         self.path, self.keep, self.warnings = Path(path), keep, []
         self._newest = self._run = None  # the marked checkpoint's folder, and the id of its run
-        self._known, self._warned = (
-            {},
-            set(),
-        )  # {name: Found}, each read once; and what was warned of
+        self._known = {}  # {name: Found}, each read once
+        self._warned = set()  # what was warned of
         self._check(make)
         with named(path):
             self.path.mkdir(exist_ok=True)
