@@ -26,7 +26,7 @@ FLOORS = {
     8: "trial manners.report manners.start saving.resume cost.watch",
     9: """manners.train_flags trace cost.probes cost.dryrun proof.outcome proof.accounts
           proof.conduct proof.lifetimes proof.messages proof.sequences proof.walks""",
-    10: "cost.estimate manners.bench_flags proof.plain proof.saved proof.updates",
+    10: "cost.estimate cost.memory_limit manners.bench_flags proof.plain proof.saved proof.updates",
     11: "cost.measure cost.plan_tables proof.gradients",
     12: "proof.training __main__ train export generate bench plan doctor",
     13: "verify",

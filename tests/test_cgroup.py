@@ -1,9 +1,13 @@
 """What a container lends, from folders that look like /proc and /sys/fs/cgroup: cores, and bytes of memory."""
 
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 
+from models import MLP
+from zmpi import SGD, Policy
+from zmpi.cost import memory_limit as limit_of_a_step
 from zmpi.manners import cores, machine
 from zmpi.manners.cgroup import core_quota, memory_left, memory_limit
 
@@ -122,3 +126,25 @@ def test_a_memory_limit_is_named_instead_of_the_machines_memory(tmp_path):
     assert machine.free_node_memory(container) == 400 * MEBI
     (container / "proc/meminfo").write_text("MemTotal: 1 kB\nMemAvailable: 3 kB\n")
     assert machine.free_node_memory(container) == 3 << 10
+
+
+def test_a_step_that_does_not_fit_into_the_limit_is_refused(monkeypatch):
+    """By what it holds at its highest, gathered weights and activations too: the state alone would fit."""
+    model, world = MLP(1, 300, 8, 200), SimpleNamespace(size=2, rank=0, reduction="auto")
+    world.device = SimpleNamespace(name="cpu")
+    args = SimpleNamespace(model="mlp", optimizer="sgd", comm=None, stage=3, micro_batch=5)
+    args.accumulate = 1
+    monkeypatch.setenv("MPI_LOCALNRANKS", "2")
+    monkeypatch.setattr(limit_of_a_step, "anonymous_bytes", lambda: 40 * MEBI)
+
+    def refuse(limit):
+        monkeypatch.setattr(limit_of_a_step, "node_memory", lambda: (limit, "the memory limit is"))
+        limit_of_a_step.refuse_beyond_limit(args, model, world, SGD(), Policy())
+
+    parameters = 8 * 200 * 300 + 300 * 200  # the two matrices, some 2 MB
+    state = 2 * 4 * parameters // 2  # a half of weights and gradients
+    with pytest.raises(ValueError, match=r"on each of 2 ranks; the memory limit is"):
+        refuse(2 * (40 * MEBI + state))
+    refuse(2 * (40 * MEBI + state + 10 * 4 * parameters))
+    monkeypatch.setattr(limit_of_a_step, "node_memory", lambda: (0, "this machine has"))
+    limit_of_a_step.refuse_beyond_limit(args, model, world, SGD(), Policy())

@@ -9,6 +9,7 @@ from time import perf_counter
 from tqdm import tqdm
 
 from zmpi.checkpoint import Keeper, find, load
+from zmpi.cost.memory_limit import refuse_beyond_limit
 from zmpi.cost.watch import watched
 from zmpi.data import Batches, described, load_text
 from zmpi.manners.guard import Agreed, UsageError
@@ -131,6 +132,7 @@ def _engine(args, model, world):
                 args.loss_scale,
                 args.loss_scale_window,
             )
+        refuse_beyond_limit(args, model, world, optimizer, policy)
     engine = watched(engine, Trace) if args.trace else engine
     return engine(model, world, args.stage, optimizer, args.seed, policy)
 
