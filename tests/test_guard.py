@@ -15,7 +15,8 @@ from mpirun import ROOT, run_world
 HEAD = """
 import os, signal, sys, threading, time, warnings
 from mpi4py import MPI
-from zmpi.manners.guard import Agreed, UsageError, arm
+from zmpi.manners.errors import Agreed, UsageError
+from zmpi.manners.guard import arm
 comm, rank = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
 guard = arm(comm, comm.Abort, MPI.Is_finalized, MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 def all_gather(name):

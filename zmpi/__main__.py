@@ -5,7 +5,7 @@ import ast
 from pathlib import Path
 
 from zmpi import __version__
-from zmpi.manners.guard import UsageError
+from zmpi.manners.errors import UsageError
 from zmpi.manners.options import Parser, alone
 from zmpi.manners.table import table
 

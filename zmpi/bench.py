@@ -14,7 +14,7 @@ from zmpi.cost.measure import Trial, measure_stage
 from zmpi.cost.page import open_page, write_report
 from zmpi.data import Batches, load_text
 from zmpi.manners.bench_flags import bench_flags
-from zmpi.manners.guard import UsageError
+from zmpi.manners.errors import UsageError
 from zmpi.manners.machine import machine
 from zmpi.manners.model_flags import (
     SIZES,

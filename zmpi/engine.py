@@ -53,7 +53,7 @@ class ZeRO:
 
     `optimizer` is an AdamW or SGD (default: AdamW()); initial weights depend on `seed` and the parameters' names only;
     `policy` holds the precision, prefetch and recomputation. What the ranks disagree on, or what cannot be done, is
-    one error on all of them (guard.UsageError).
+    one error on all of them (errors.UsageError).
     """
 
     # What a changed algorithm replaces, in a subclass of its own.

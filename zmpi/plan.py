@@ -6,7 +6,7 @@ from zmpi.cost.estimate import Setting, Speed, largest, ranks_that_pay, speed_of
 from zmpi.cost.paper import both_tables, largest_model
 from zmpi.cost.plan_tables import SHARDED, fits_table, memory_table, moved_table, times_table
 from zmpi.formats import refuse_irregular
-from zmpi.manners.guard import UsageError
+from zmpi.manners.errors import UsageError
 from zmpi.manners.model_flags import build_model, model_flags
 from zmpi.manners.options import Parser, alone, file_name, named_as_flags, real, whole
 from zmpi.manners.table import in_bytes, short, table, unit_for

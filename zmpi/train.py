@@ -12,7 +12,7 @@ from zmpi.checkpoint import Keeper, find, load
 from zmpi.cost.memory_limit import refuse_beyond_limit
 from zmpi.cost.watch import watched
 from zmpi.data import Batches, described, load_text
-from zmpi.manners.guard import Agreed, UsageError
+from zmpi.manners.errors import Agreed, UsageError
 from zmpi.manners.model_flags import SIZES, build_model, one_target, refuse_beyond_memory
 from zmpi.manners.optimizer_flags import HYPERPARAMETERS, build_optimizer
 from zmpi.manners.options import Parser, named_as_flags

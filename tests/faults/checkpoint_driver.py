@@ -15,7 +15,7 @@ import time
 
 from zmpi import train
 from zmpi.engine import ZeRO
-from zmpi.manners.guard import UsageError
+from zmpi.manners.errors import UsageError
 from zmpi.world import World
 
 fault, victim, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

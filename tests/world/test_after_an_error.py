@@ -11,7 +11,7 @@ from zmpi import Policy, ZeRO
 from zmpi.comm import Communicator
 from zmpi.layout import Layout
 from zmpi.ledger import Ledger
-from zmpi.manners.guard import UsageError
+from zmpi.manners.errors import UsageError
 from zmpi.step import Stopped
 
 

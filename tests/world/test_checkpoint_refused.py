@@ -11,7 +11,7 @@ import zmpi.checkpoint
 from models import GPT
 from zmpi import ZeRO
 from zmpi.checkpoint import Keeper, find
-from zmpi.manners.guard import UsageError
+from zmpi.manners.errors import UsageError
 from zmpi.saving import pretrained
 from zmpi.saving.folder import newest
 from zmpi.saving.manifest import Manifest

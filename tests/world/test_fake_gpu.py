@@ -10,7 +10,7 @@ from zmpi.comm import Communicator
 from zmpi.device import Gpu
 from zmpi.layout import Layout
 from zmpi.ledger import Ledger
-from zmpi.manners.guard import UsageError
+from zmpi.manners.errors import UsageError
 from zmpi.transport import Direct, Staged
 from zmpi.trial import Trial
 from zmpi.verify import promises

@@ -10,7 +10,7 @@ from models import Layer
 from zmpi import SGD, AdamW, Policy, ZeRO
 from zmpi.comm import Communicator
 from zmpi.manners import progress
-from zmpi.manners.guard import Agreed, UsageError
+from zmpi.manners.errors import Agreed, UsageError
 
 stages = pytest.mark.parametrize("stage", STAGES)
 narrow = pytest.mark.parametrize("precision", ["float16", "bfloat16"])

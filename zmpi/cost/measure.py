@@ -12,7 +12,7 @@ from zmpi.cost.watch import joined, watched
 from zmpi.data import Batches
 from zmpi.engine import ZeRO
 from zmpi.ledger import OWNED
-from zmpi.manners.guard import Agreed
+from zmpi.manners.errors import Agreed
 from zmpi.manners.launch import ranks_on_this_node
 from zmpi.manners.machine import free_node_memory
 from zmpi.precision import Policy

@@ -1,7 +1,7 @@
 """The tables of a plan for a model: memory at the peak, what fits, a step's time, and what it moves."""
 
 from zmpi.cost.estimate import HIGHEST
-from zmpi.manners.guard import UsageError
+from zmpi.manners.errors import UsageError
 from zmpi.manners.table import in_bytes, seconds, short, table, unit_for
 from zmpi.stages import STAGES, elements_moved
 

@@ -20,7 +20,7 @@ import traceback
 
 from zmpi.manners.clock import RunningClock, rest
 from zmpi.manners.ending import ANSWER, Ending
-from zmpi.manners.errors import Agreed, UsageError, one_line  # noqa: F401
+from zmpi.manners.errors import Agreed, one_line
 from zmpi.manners.guard_messages import GuardMessages
 from zmpi.manners.hooks import END_SIGNALS, Hooks, say
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from zmpi import __version__
 from zmpi.domains import SIZES, Domain
-from zmpi.manners.guard import UsageError, one_line
+from zmpi.manners.errors import UsageError, one_line
 from zmpi.manners.launch import launched_rank
 from zmpi.manners.streams import check_printed, forgiving_output
 

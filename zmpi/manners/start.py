@@ -3,7 +3,7 @@
 from zmpi.comm import Communicator
 from zmpi.engine import ZeRO
 from zmpi.manners.agree import same_on_all_ranks
-from zmpi.manners.guard import UsageError, one_line
+from zmpi.manners.errors import UsageError, one_line
 from zmpi.manners.launch import end_before_mpi
 from zmpi.manners.options import FileName, Told, real
 from zmpi.manners.own import Place, load_class
