@@ -87,7 +87,9 @@ class Trial:
         except Failed:
             raise
         except Exception as error:
-            raise Failed(f"{self}, {moment}: {sentence(error)}") from error
+            text = sentence(error)
+            when = "" if text.startswith(moment) else f"{moment}: "
+            raise Failed(f"{self}, {when}{text}") from error
 
     def data(self, step):
         """This rank's micro-batches of a step."""

@@ -44,9 +44,8 @@ def test_all_promises_are_kept(world):
 
 
 @pytest.mark.sizes(3)
-@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
-def test_all_promises_are_kept_in_16_bits(world, precision):
-    rows = list(promises(Trial(world, precision=precision)))
+def test_all_promises_are_kept_in_16_bits(world):
+    rows = list(promises(Trial(world, precision="bfloat16")))  # float16: in the checks themselves
     assert [row for row in rows if not row.passed or not row.checked] == []
 
 
@@ -56,9 +55,9 @@ def test_a_planted_mistake_is_a_red_row_that_says_where(world, name):
     planted = PLANTED[name]
     with planted.planted():
         rows = red(Trial(world), planted.found_by)
-    assert rows
+    assert rows and rows[0].figure != "ended by an error"
     for row in rows:
-        assert re.search(r"\d", row.where) and row.figure != "ended by an error"
+        assert re.search(r"\d", row.where)
         assert not re.search(r"NoneType|\binf\b", row.where + row.figure)
 
 
@@ -86,9 +85,11 @@ def test_a_weight_that_is_not_a_number_is_a_difference():
 
 @pytest.mark.sizes(3)
 def test_rounding_as_declared_passes_and_swapped_nibbles_look_nothing_like_it(world):
-    checks = zmpi.verify.messages_arrive, zmpi.verify.stages_agree, zmpi.verify.volumes_are_exact
-    trials = [Trial(world, engine=engine_with(kind)) for kind in (Nibbles, Swapped)]
-    right, swapped = (list(promises(trial.but(tolerance=0.1), checks)) for trial in trials)
+    messages = zmpi.verify.messages_arrive
+    others = zmpi.verify.stages_agree, zmpi.verify.volumes_are_exact
+    trials = [Trial(world, engine_with(kind), tolerance=0.1) for kind in (Nibbles, Swapped)]
+    right, swapped = (list(promises(trial, (messages,))) for trial in trials)
+    right += promises(trials[0], others)
     assert [row for row in right if not row.passed] == []
     gathered = [float(re.search(r"off by (\S+)", rows[0].figure)[1]) for rows in (right, swapped)]
     assert gathered[0] <= 0.072 and gathered[1] > 1  # 1/14 of a block's largest: half a step of 7
