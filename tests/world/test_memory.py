@@ -192,10 +192,11 @@ def test_gathered_weights_die_after_free(comm):
     unit = zero.units["h.0"]
     unit.gather()
     weights = unit.weights()
-    vector = weakref.ref(unit.full)
+    kept, vector = weights["ln_1.weight"], weakref.ref(unit.full)
     unit.free()
-    assert vector() is not None  # the views still hold it: free() alone would prove nothing
-    del weights
+    assert weights == {}  # whoever still has the views has none of the vector
+    assert vector() is not None  # but in a view that was taken out: this reference would show it
+    del kept
     assert vector() is None
 
 
