@@ -1,6 +1,7 @@
 """Everything that a person can get wrong on the command line: one line, printed once, status 2, nothing written."""
 
 import gzip
+import json
 import os
 import re
 import subprocess
@@ -137,33 +138,63 @@ def files(folder):
     }
 
 
-def test_each_gets_one_line_and_status_2(tmp_path):
-    (tmp_path / "given").mkdir()
-    cases = FLAGS | files(tmp_path / "given")
-    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with what files() makes in it."""
+    return tmp_path_factory.mktemp("bad") / "given"
+
+
+@pytest.fixture(scope="module")
+def cases(folder):
+    folder.mkdir()
+    return FLAGS | files(folder)
+
+
+def contents(folder):
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+def arguments(text, log):
+    """The command line of a case, with a log that must not be made."""
+    mine = text.split() if isinstance(text, str) else list(text)
+    return [*SMALL, *([] if "--log" in text else ["--log", log]), *mine]
+
+
+def test_each_is_one_error_on_all_ranks_and_writes_nothing(cases, folder, tmp_path):
+    """All of them in one world; the next test sees some as a shell does."""
+    before, log = contents(folder.parent), str(folder.parent / "log")
+    lines = tmp_path / "lines"
+    lines.write_text(json.dumps([arguments(text, log) for text in cases]))
+    world = run_world(3, [ROOT / "tests/refusals.py", lines], timeout=110)
+    assert not world.status, world.output
+    found = json.loads(world.output.splitlines()[-1])
+    wrong = [
+        f"{text}: {ranks}"
+        for (text, expected), ranks in zip(cases.items(), found, strict=True)
+        if ranks != [ranks[0]] * 3 or expected not in ranks[0][1] or ranks[0][::2] != [2, ""]
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert contents(folder.parent) == before, "something was written"
+
+
+def test_each_gets_one_line_and_status_2(cases, folder):
+    before, log = contents(folder.parent), str(folder.parent / "log")
+    sample = list(cases)[::9]
 
     def run(text):
-        log = ["--log", str(tmp_path / f"log-{get_ident()}")]  # of one job at a time
-        mine = text.split() if isinstance(text, str) else text
-        command = ["-m", "zmpi.train", *SMALL, *([] if "--log" in text else log), *mine]
+        command = ["-m", "zmpi.train", *arguments(text, f"{log}-{get_ident()}")]  # of one job
         return run_world(3, command, timeout=60, PYTHONDONTWRITEBYTECODE="1")
 
     with ThreadPoolExecutor(2) as pool:
-        ended = dict(zip(cases, pool.map(run, cases), strict=True))
+        ended = dict(zip(sample, pool.map(run, sample), strict=True))
     wrong = []
     for text, world in ended.items():
         lines = world.output.splitlines()
-        good = (
-            len(lines) == 1
-            and lines[0].startswith("zmpi.train: error: ")
-            and cases[text] in lines[0]
-        )
-        if not good or world.status != 2 or world.left:
+        good = len(lines) == 1 and lines[0].startswith("zmpi.train: error: ")
+        if not good or cases[text] not in lines[0] or world.status != 2 or world.left:
             wrong.append(f"{text}: status {world.status}\n{world.output}")
     assert not wrong, "\n".join(wrong)
-    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before, (
-        "something was written"
-    )
+    assert contents(folder.parent) == before, "something was written"
 
 
 def test_a_file_that_one_rank_cannot_read_is_an_error_on_all(tmp_path):

@@ -261,6 +261,9 @@ class Elsewhere(np.lib.mixins.NDArrayOperatorsMixin):
     def __len__(self):
         return len(self.array)
 
+    def __bool__(self):
+        return bool(self.array)
+
     def __float__(self):
         return float(self.array)
 
