@@ -228,11 +228,11 @@ def test_a_script_and_a_command_run_under_the_debugger(tmp_path):
     ended = run_world(2, [*PDB, script], timeout=60)
     assert ended.status == 0 and "Error" not in ended.output, ended.output
     assert sorted(re.findall(r"^rank .*$", ended.output, re.MULTILINE)) == ["rank 0", "rank 1"]
-    wrong_flag = [sys.executable, *PDB, "-m", "zmpi.train", "--no-such-flag"]
+    wrong_flag = [sys.executable, *PDB, "-m", "zmpi.train", "nonsense"]
     ended = subprocess.run(
         wrong_flag, cwd=ROOT, text=True, capture_output=True, check=False, timeout=60
     )
-    assert "UsageError: --no-such-flag: no such flag" in ended.stdout + ended.stderr
+    assert "UsageError: nonsense: no such flag" in ended.stdout + ended.stderr
     assert "detached" not in ended.stdout + ended.stderr
 
 

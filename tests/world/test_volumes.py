@@ -184,7 +184,7 @@ def test_a_small_chunk_limit_changes_no_bit_and_no_volume(comm, reduction, preci
             kind = type(
                 "Chunked",
                 (ZeRO,),
-                {"make_communicator": partial(Listening, chunk_bytes=chunk_bytes)},
+                {"make_communicator": staticmethod(partial(Listening, chunk_bytes=chunk_bytes))},
             )
             zero = kind(
                 gpt(layers=1), world_of(reduction), stage, adamw(), policy=Policy(precision)
@@ -207,7 +207,11 @@ def test_a_small_chunk_limit_changes_no_bit_and_no_volume(comm, reduction, preci
 
 
 def test_no_chunk_is_larger_than_its_limit(comm):
-    kind = type("Chunked", (ZeRO,), {"make_communicator": partial(Listening, chunk_bytes=1000)})
+    kind = type(
+        "Chunked",
+        (ZeRO,),
+        {"make_communicator": staticmethod(partial(Listening, chunk_bytes=1000))},
+    )
     for reduction in ("mpi", "ordered"):
         zero = one_step(gpt(), world_of(reduction), 3, 1, kind=kind)
         sizes = [count * size for _, count, size in zero.comm.mpi.calls]

@@ -29,7 +29,7 @@ def array_bytes():
 class TracedZeRO(WatchedZeRO):
     """An engine whose ledger is a watch.Memory over this process's arrays."""
 
-    make_ledger = partial(Memory, array_bytes)
+    make_ledger = staticmethod(partial(Memory, array_bytes))
 
     def traced_step(self, micro_batches):
         """One training step, slower than others, with `ledger.moments` of all that was alive in it; returns the loss."""
