@@ -20,7 +20,7 @@ from zmpi import AdamW, World, ZeRO  # noqa: E402  before NumPy: it chooses what
 import numpy as np  # noqa: E402
 
 from models import GPT  # noqa: E402
-from zmpi.layout import PIECES  # noqa: E402
+from zmpi.core.layout import PIECES  # noqa: E402
 
 STAGES = (0, 1, 2, 3)
 MODEL = {"layers": 2, "width": 18, "heads": 3, "context": 7, "vocab": 29}

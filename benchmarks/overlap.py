@@ -17,9 +17,9 @@ import numpy as np
 
 from models import GPT
 from zmpi.cost.watch import watched
-from zmpi.data import Batches, load_text
-from zmpi.trace import Trace
-from zmpi.world import MPI
+from zmpi.text.data import Batches, load_text
+from zmpi.cost.trace import Trace
+from zmpi.messages.world import MPI
 
 COMPUTED = 0.02  # seconds
 ROUNDS = 31

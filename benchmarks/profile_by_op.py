@@ -7,7 +7,9 @@ from time import perf_counter
 import numpy as np
 
 from models import attention, fused, ops, transformer
-from zmpi import comm, engine, optim, unit
+from zmpi.core import engine, unit
+from zmpi.messages import comm
+from zmpi.numbers import optim
 
 OPS = [
     name

@@ -7,8 +7,8 @@ Last line:  01 ok: the loss fell by more than 2 nat in 60 steps
 import numpy as np
 
 from models import MLP, plain_step, plain_weights
-from zmpi.data import Batches, load_text
-from zmpi.optim import AdamW, Slice
+from zmpi.numbers.optim import AdamW, Slice
+from zmpi.text.data import Batches, load_text
 
 CONTEXT = 8
 model = MLP(layers=1, width=32, context=CONTEXT, vocab=256)

@@ -8,8 +8,8 @@ import numpy as np
 
 from models import MLP
 from zmpi import SGD, Policy, World, ZeRO
-from zmpi.comm import Communicator
-from zmpi.unit import Unit
+from zmpi.core.unit import Unit
+from zmpi.messages.comm import Communicator
 
 NAMES = "ABCD"
 

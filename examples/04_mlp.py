@@ -6,7 +6,7 @@ Last line:  04 ok: the same loss at every stage, to the last bit
 
 from models import MLP
 from zmpi import AdamW, World, ZeRO
-from zmpi.data import Batches, load_text
+from zmpi.text.data import Batches, load_text
 
 CONTEXT = 8
 world = World(device="cpu")

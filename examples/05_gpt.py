@@ -6,7 +6,7 @@ Last line:  05 ok: held-out loss below 3.3 nat per byte, what single bytes can r
 
 from models import GPT
 from zmpi import AdamW, Policy, World, ZeRO
-from zmpi.data import Batches, load_text
+from zmpi.text.data import Batches, load_text
 
 CONTEXT = 32
 world = World(device="cpu")

@@ -11,8 +11,8 @@ import sys
 from math import prod
 
 from models import GPT, units
-from zmpi.precision import RECIPES
-from zmpi.stages import STAGES, state_bytes
+from zmpi.core.stages import STAGES, state_bytes
+from zmpi.numbers.precision import RECIPES
 
 sizes = [int(size) for size in sys.argv[1:]] or [12, 768, 12, 1024, 50257]
 if len(sizes) != 5:

@@ -8,9 +8,9 @@ The same for a run of your own: zmpi.train --trace FILE.json, which opens in Per
 
 from models import GPT
 from zmpi import AdamW, World, ZeRO
+from zmpi.cost.trace import Trace, aligned
 from zmpi.cost.watch import watched
-from zmpi.data import Batches, load_text
-from zmpi.trace import Trace, aligned
+from zmpi.text.data import Batches, load_text
 
 COLUMNS = 100
 MARKS = {

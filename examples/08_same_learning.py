@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 from models import GPT
 from zmpi import AdamW, World, ZeRO
-from zmpi.data import Batches, load_text
+from zmpi.text.data import Batches, load_text
 
 STEPS, CONTEXT = 40, 32
 world = World(device="cpu")

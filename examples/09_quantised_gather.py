@@ -8,7 +8,7 @@ Also: mpirun -n 4 python -m zmpi.verify --comm examples/09_quantised_gather.py:Q
 
 import numpy as np
 
-from zmpi.comm import Communicator, Gather
+from zmpi.messages.comm import Communicator, Gather
 
 BLOCK = 64  # weights that share a scale
 
@@ -61,7 +61,7 @@ def main():
     """The same run with float32 and with 8-bit gathers: bytes and losses side by side."""
     from models import GPT
     from zmpi import AdamW, World, ZeRO
-    from zmpi.data import Batches, load_text
+    from zmpi.text.data import Batches, load_text
 
     class QuantisedZeRO(ZeRO):
         make_communicator = Quantised

@@ -10,7 +10,7 @@ Also: mpirun -n 4 python -m zmpi.verify --comm examples/10_gather_once.py:Gather
 from dataclasses import replace
 
 from zmpi import ZeRO
-from zmpi.schedule import Schedule, training_schedule
+from zmpi.core.schedule import Schedule, training_schedule
 
 
 def gather_once(layers, units):
@@ -36,7 +36,7 @@ def main():
     """One step with either schedule: what moves, what is alive, and the losses."""
     from models import GPT
     from zmpi import AdamW, World
-    from zmpi.data import Batches, load_text
+    from zmpi.text.data import Batches, load_text
 
     world = World(device="cpu")
     batches = Batches(

@@ -230,3 +230,8 @@ def zeros_like(weights):
         unit: {name: np.zeros_like(array) for name, array in w.items()}
         for unit, w in weights.items()
     }
+
+
+def one_target(model):
+    """Whether a window has one target, its last token, instead of one at each position."""
+    return bool(getattr(model, "one_target", False))

@@ -1,4 +1,4 @@
-"""CuPy on a CPU, as far as the twins need it (models/kernels.py, zmpi/kernels.py, on models/cuda.py): to run, not to be fast.
+"""CuPy on a CPU, as far as the twins need it (`kernels` of models and zmpi.numbers): to run, not fast.
 
 Their kernels are the real text, compiled by g++ with a block of threads as a loop; cuBLAS's product is written here from
 its documentation, on bare addresses. What it cannot show: races, warp shuffles, CuPy's own functions.
@@ -207,7 +207,7 @@ def gemm(
 
 
 def install(monkeypatch):
-    """Put it in the place of CuPy; returns (models.kernels, zmpi.kernels), imported with it."""
+    """Put it in the place of CuPy; returns (models.kernels, zmpi.numbers.kernels), imported with it."""
     cupy, cublas = ModuleType("cupy"), ModuleType("cupy_backends.cuda.libs.cublas")
     libs = ModuleType("cupy_backends.cuda.libs")
     for name in (
@@ -229,9 +229,12 @@ def install(monkeypatch):
     parents = ("cupy_backends", "cupy_backends.cuda")
     for module in (cupy, libs, cublas, *map(ModuleType, parents)):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name in ("models.cuda", "models.kernels", "zmpi.kernels"):
+    for name in ("models.cuda", "models.kernels", "zmpi.numbers.kernels"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    twins = importlib.import_module("models.kernels"), importlib.import_module("zmpi.kernels")
+    twins = (
+        importlib.import_module("models.kernels"),
+        importlib.import_module("zmpi.numbers.kernels"),
+    )
     for twin in twins:
         monkeypatch.setitem(sys.modules, twin.__name__, twin)
     return twins

@@ -11,7 +11,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from zmpi import World, train
-from zmpi.manners.errors import Agreed, one_line
+from zmpi.process.errors import Agreed, one_line
 
 
 def ended(arguments):

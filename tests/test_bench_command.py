@@ -143,7 +143,7 @@ def test_train_writes_the_trace_it_was_asked_for(tmp_path):
 OVERFLOWING = """
 import sys
 from zmpi import bench
-from zmpi.precision import LossScaler
+from zmpi.numbers.precision import LossScaler
 LossScaler.START = 2.0 ** int(sys.argv[1])
 bench.main(sys.argv[2:])
 """

@@ -6,7 +6,7 @@ import platform
 import pytest
 from python import python
 
-from zmpi.manners import blas, cores
+from zmpi.process import blas, cores
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_slurm_may_lend_a_part_of_the_node():
 BLAS = """
 (np.ones((300, 300)) @ np.ones((300, 300))).sum()
 import os
-from zmpi.manners.blas import set_threads
+from zmpi.process.blas import set_threads
 print(set_threads(os.environ), open("/proc/self/status").read().split("Threads:")[1].split()[0])
 """
 
@@ -112,7 +112,7 @@ def test_the_number_of_threads_that_is_told_is_the_blass(chosen):
     """As the system counts them. Also where a script imports NumPy before zmpi, when the environment comes too late."""
     if (
         python(
-            "import numpy; from zmpi.manners import blas; print(blas._loaded_blas())", os.environ
+            "import numpy; from zmpi.process import blas; print(blas._loaded_blas())", os.environ
         )
         == "[]\n"
     ):
@@ -151,7 +151,7 @@ def test_zen_4_multiplies_with_kernels_of_256_bits(tmp_path, told, text):
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="Nehalem is an x86")
 def test_the_kernels_in_use_are_told():
     """OpenBLAS itself is asked, so a NumPy of another BLAS says unknown."""
-    script = "import numpy; from zmpi.manners import blas; print(blas.kernels_in_use())"
+    script = "import numpy; from zmpi.process import blas; print(blas.kernels_in_use())"
     if python(script, os.environ) == "unknown\n":
         pytest.skip("NumPy's BLAS is not OpenBLAS")
     assert python(script, os.environ | {"OPENBLAS_CORETYPE": "Nehalem"}) == "Nehalem\n"

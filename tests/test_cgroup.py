@@ -8,8 +8,8 @@ import pytest
 from models import MLP
 from zmpi import SGD, Policy
 from zmpi.cost import memory_limit as limit_of_a_step
-from zmpi.manners import cores, machine
-from zmpi.manners.cgroup import core_quota, memory_left, memory_limit
+from zmpi.process import cores, machine
+from zmpi.process.cgroup import core_quota, memory_left, memory_limit
 
 MEBI = 1 << 20
 NO_LIMIT = str(9223372036854771712)  # how version 1 writes it
@@ -132,14 +132,13 @@ def test_a_step_that_does_not_fit_into_the_limit_is_refused(monkeypatch):
     """By what it holds at its highest, gathered weights and activations too: the state alone would fit."""
     model, world = MLP(1, 300, 8, 200), SimpleNamespace(size=2, rank=0, reduction="auto")
     world.device = SimpleNamespace(name="cpu")
-    args = SimpleNamespace(model="mlp", optimizer="sgd", comm=None, stage=3, micro_batch=5)
-    args.accumulate = 1
+    batch = 5, 1  # sequences, micro-batches
     monkeypatch.setenv("MPI_LOCALNRANKS", "2")
     monkeypatch.setattr(limit_of_a_step, "anonymous_bytes", lambda: 40 * MEBI)
 
     def refuse(limit):
         monkeypatch.setattr(limit_of_a_step, "node_memory", lambda: (limit, "the memory limit is"))
-        limit_of_a_step.refuse_beyond_limit(args, model, world, SGD(), Policy())
+        limit_of_a_step.refuse_beyond_limit(model, world, 3, SGD(), Policy(), batch)
 
     parameters = 8 * 200 * 300 + 300 * 200  # the two matrices, some 2 MB
     state = 2 * 4 * parameters // 2  # a half of weights and gradients
@@ -147,4 +146,4 @@ def test_a_step_that_does_not_fit_into_the_limit_is_refused(monkeypatch):
         refuse(2 * (40 * MEBI + state))
     refuse(2 * (40 * MEBI + state + 10 * 4 * parameters))
     monkeypatch.setattr(limit_of_a_step, "node_memory", lambda: (0, "this machine has"))
-    limit_of_a_step.refuse_beyond_limit(args, model, world, SGD(), Policy())
+    limit_of_a_step.refuse_beyond_limit(model, world, 3, SGD(), Policy(), batch)

@@ -10,9 +10,9 @@ import pytest
 from faults.checkpoints import MODEL, bits, flips, kills, numbers, resumes, train
 from mpirun import ROOT, run_world
 
+from zmpi.cli.resume import saved_flags, take_settings
 from zmpi.saving.folder import Folder, newest
 from zmpi.saving.manifest import Manifest
-from zmpi.saving.resume import saved_flags, take_settings
 from zmpi.train import parser
 
 DRIVER = Path(__file__).parent / "faults" / "checkpoint_driver.py"
@@ -134,7 +134,7 @@ def test_a_file_that_is_no_log_is_not_written_over(copy, tmp_path, text):
 def test_a_checkpoint_names_no_code_to_run(tmp_path):
     """A communicator of one's own must be given again, from wherever it lies now; an older checkpoint's is not run."""
     ran, flags = tmp_path / "ran", ["--checkpoint", tmp_path / "dir"]
-    code = f"from pathlib import Path\nfrom zmpi.comm import Communicator\nPath({str(ran)!r}).touch()\n"
+    code = f"from pathlib import Path\nfrom zmpi.messages.comm import Communicator\nPath({str(ran)!r}).touch()\n"
     (tmp_path / "mine.py").write_text(f"{code}\n\nclass Mine(Communicator):\n    pass\n")
     first = train(2, *MODEL, "--steps", "1", *flags, "--comm", f"{tmp_path}/mine.py:Mine")
     assert first.status == 0 and ran.exists(), first.output

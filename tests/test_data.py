@@ -12,8 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmpi.data import EVALUATED, SAMPLE, SPREAD, Batches, Text, builtin_text, described, load_text
-from zmpi.saving.resume import same_text
+from zmpi.cli.resume import same_text
+from zmpi.text.data import (
+    EVALUATED,
+    SAMPLE,
+    SPREAD,
+    Batches,
+    Text,
+    builtin_text,
+    described,
+    load_text,
+)
 
 CONTEXT = 8
 

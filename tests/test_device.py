@@ -10,9 +10,9 @@ from mpirun import ROOT, run_world
 sys.path.insert(0, str(ROOT / "tests" / "world"))
 from fake_cuda import Cuda
 
-from zmpi.cuda_aware import choose_transport, cuda_awareness
-from zmpi.device import Gpu, choose_device, find_cupy
-from zmpi.layout import Layout
+from zmpi.core.layout import Layout
+from zmpi.messages.cuda_aware import choose_transport, cuda_awareness
+from zmpi.messages.device import Gpu, choose_device, find_cupy
 
 # ---- the device ------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ import pytest
 
 from models import GPT, MLP
 from zmpi import SGD, AdamW, Policy
-from zmpi.data import Batches, Text
-from zmpi.domains import Domain
+from zmpi.numbers.domains import Domain
+from zmpi.text.data import Batches, Text
 
 NO_NUMBERS = [True, False, np.True_, None, "1", math.nan, math.inf, -math.inf, np.array(1.0), 1j]
 REALS = {

@@ -8,7 +8,8 @@ import threading
 import pytest
 from test_folder import names
 
-from zmpi.saving import files, folder, found
+from zmpi.process import files
+from zmpi.saving import folder, found
 from zmpi.saving.folder import Folder
 from zmpi.saving.found import newest, read_checkpoint, with_newest
 from zmpi.saving.manifest import JSON, Manifest

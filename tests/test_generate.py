@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from small_models import spread
 
 from models import GPT, MLP, plain_weights, unit_of
-from zmpi.coding import Bytes, Growing, Ids, Voice, Words
-from zmpi.device import choose_device
 from zmpi.generate import parser
-from zmpi.manners.errors import UsageError
-from zmpi.manners.streams import Stream
-from zmpi.sampling import draw, generate
+from zmpi.messages.device import choose_device
+from zmpi.process.errors import UsageError
+from zmpi.process.streams import Stream
+from zmpi.text.coding import Bytes, Growing, Ids, Voice, Words
+from zmpi.text.sampling import draw, generate
 
 
 def flags(**changed):

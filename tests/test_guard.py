@@ -15,8 +15,8 @@ from mpirun import ROOT, run_world
 HEAD = """
 import os, signal, sys, threading, time, warnings
 from mpi4py import MPI
-from zmpi.manners.errors import Agreed, UsageError
-from zmpi.manners.guard import arm
+from zmpi.process.errors import Agreed, UsageError
+from zmpi.process.guard import arm
 comm, rank = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
 guard = arm(comm, comm.Abort, MPI.Is_finalized, MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 def all_gather(name):
@@ -285,7 +285,7 @@ def test_a_job_that_was_suspended_as_a_whole_goes_on(end):
 
 
 PATIENCE = """
-import zmpi.manners.ending as ending
+import zmpi.process.ending as ending
 ending.PATIENCE = 3
 class Stops(Exception):
     told = False

@@ -16,8 +16,8 @@ from host_cupy import COMPILER, ROOT, cuda_includes, here
 
 from models import GPT, MLP, attention, cached, fused, ops, plain_step, plain_weights
 from models.twins import on_gpu
-from zmpi.optim import AdamW, Slice, sums_of_squares
-from zmpi.sums import add_in_order
+from zmpi.numbers.optim import AdamW, Slice, sums_of_squares
+from zmpi.numbers.sums import add_in_order
 
 SOURCES = (ROOT / "models" / "kernels.cu", ROOT / "zmpi" / "kernels.cu")
 TOLERANCE = {np.float64: 1e-12, np.float32: 2e-5, np.float16: 2e-3, ml_dtypes.bfloat16: 1.6e-2}
@@ -95,7 +95,7 @@ def compiled(text, define, architecture):
 
 @pytest.fixture
 def twins(monkeypatch):
-    """(models.kernels, zmpi.kernels) on a CPU."""
+    """(models.kernels, zmpi.numbers.kernels) on a CPU."""
     if COMPILER is None:
         pytest.skip("no g++ on this machine")
     return host_cupy.install(monkeypatch)
@@ -143,8 +143,8 @@ def test_cupys_arrays_are_handed_to_the_twin(twins, monkeypatch):
 def test_every_twin_has_the_name_and_signature_of_its_reference(twins):
     import inspect
 
-    import zmpi.optim
-    import zmpi.sums
+    import zmpi.numbers.optim
+    import zmpi.numbers.sums
 
     found = 0
     for module, kernels in (
@@ -152,8 +152,8 @@ def test_every_twin_has_the_name_and_signature_of_its_reference(twins):
         (attention, twins[0]),
         (fused, twins[0]),
         (cached, twins[0]),
-        (zmpi.optim, twins[1]),
-        (zmpi.sums, twins[1]),
+        (zmpi.numbers.optim, twins[1]),
+        (zmpi.numbers.sums, twins[1]),
     ):
         for name, function in vars(module).items():
             if (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zmpi.manners import launch
+from zmpi.process import launch
 
 LIBRARY = "MPICH Version:      5.0.2\nMPICH Release date: ..."
 

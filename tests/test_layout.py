@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmpi.layout import PIECES, Layout, chunks
+from zmpi.core.layout import PIECES, Layout
+from zmpi.messages.transport import chunks
 
 shapes = st.lists(
     st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from python import python
 
-from zmpi.manners import malloc
+from zmpi.process import malloc
 
 
 def test_freed_memory_is_kept_or_there_is_no_glibc():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zmpi.layout import Layout
+from zmpi.core.layout import Layout
 from zmpi.saving import blocks
 from zmpi.saving.blocks import BlockReader, BlockWriter, Record
 from zmpi.saving.manifest import DIGEST, JSON, Manifest, unit_entry

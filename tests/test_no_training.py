@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from test_train_command import MLP, SMALL, alone, train, words
 
-from zmpi.manners.progress import GIVE_UP, NothingTrained, Progress
+from zmpi.cli.progress import GIVE_UP, NothingTrained, Progress
 
 HIGH = words("--precision float16 --loss-scale 16777216")  # 2^24: every step overflows
 

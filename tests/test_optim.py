@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from zmpi import optim
-from zmpi.optim import BLOCK, SGD, AdamW, Slice, sums_of_squares
+from zmpi.numbers import optim
+from zmpi.numbers.optim import BLOCK, SGD, AdamW, Slice, sums_of_squares
 
 LENGTH = 1000
 DECAYED = [(0, 300, True), (300, 401, False), (401, 907, True)]  # the rest is padding

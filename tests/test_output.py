@@ -7,10 +7,10 @@ import resource
 
 import pytest
 
+from zmpi.cli.run_log import _kept, open_log
 from zmpi.cost.page import START, open_page
-from zmpi.manners.output import Output
-from zmpi.manners.run_log import _kept, open_log
-from zmpi.trace import as_chrome, as_text, open_trace
+from zmpi.cost.trace import as_chrome, as_text, open_trace
+from zmpi.process.output import Output
 
 HEADER = b'{"zmpi": "0", "unit_sizes": {}}\n'
 

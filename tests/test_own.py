@@ -6,11 +6,11 @@ import re
 import pytest
 from mpirun import ROOT, run_world
 
-from zmpi.manners.model_flags import SIZES, build_model
-from zmpi.manners.optimizer_flags import HYPERPARAMETERS, build_optimizer
-from zmpi.manners.own import leave_defaults
-from zmpi.manners.start import engine_of
-from zmpi.manners.train_flags import check_outputs
+from zmpi.cli.model_flags import SIZES, build_model
+from zmpi.cli.optimizer_flags import HYPERPARAMETERS, build_optimizer
+from zmpi.cli.own import leave_defaults
+from zmpi.cli.start import engine_of
+from zmpi.cli.train_flags import check_outputs
 from zmpi.train import parser
 
 words = str.split

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from models import GPT, MLP
 from zmpi import plan
+from zmpi.core.stages import STAGES, elements_moved, state_bytes
 from zmpi.cost.estimate import HIGHEST, Setting, Speed, largest, ranks_that_pay
 from zmpi.cost.paper import RANKS, SIZES, TABLE_1, TABLE_2, largest_model, state_gb
-from zmpi.precision import Policy
-from zmpi.stages import STAGES, elements_moved, state_bytes
+from zmpi.numbers.precision import Policy
 
 ROOT = Path(__file__).resolve().parent.parent
 TRILLION = (

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmpi.precision import RECIPES, LossScaler, Policy
-from zmpi.unit import round_to
+from zmpi.core.unit import round_to
+from zmpi.numbers.precision import RECIPES, LossScaler, Policy
 
 NARROW = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from models import GPT, plain_weights, units
+from zmpi.core.layout import Layout
 from zmpi.export import export
-from zmpi.layout import Layout
 from zmpi.saving import pretrained
 from zmpi.saving.blocks import BLOCK, BlockWriter, sampled_checksum
 from zmpi.saving.manifest import Manifest, unit_entry

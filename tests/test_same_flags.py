@@ -10,7 +10,7 @@ words = str.split
 SMALL = words("--device cpu --layers 1 --width 8 --heads 2 --context 8 --micro-batch 1 --steps 2")
 OPTIMIZER = """
 from dataclasses import dataclass
-from zmpi.optim import SGD
+from zmpi.numbers.optim import SGD
 
 @dataclass(frozen=True, kw_only=True)
 class Plain(SGD):

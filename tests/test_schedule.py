@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models import GPT, MLP, Layer, unit_of
-from zmpi.schedule import evaluation_schedule, training_schedule
+from zmpi.core.schedule import evaluation_schedule, training_schedule
 
 
 def walk(model, make=training_schedule):

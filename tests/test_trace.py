@@ -2,7 +2,7 @@
 
 import re
 
-from zmpi.trace import as_text
+from zmpi.cost.trace import as_text
 
 
 def test_the_columns_of_a_text_never_run_together():

@@ -10,7 +10,7 @@ import pytest
 from mpirun import ROOT, run_world
 
 from zmpi import __version__
-from zmpi.data import described, load_text
+from zmpi.text.data import described, load_text
 from zmpi.train import parser
 
 words = str.split

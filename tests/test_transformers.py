@@ -20,8 +20,8 @@ import sys
 import numpy as np
 from models import GPT
 from zmpi import AdamW, World, ZeRO
-from zmpi.checkpoint import find, load_weights
-from zmpi.saving.resume import init_from
+from zmpi.saving.checkpoint import find, load_weights
+from zmpi.cli.resume import init_from
 what, source, sizes = sys.argv[1], sys.argv[2], dict(layers=3, width=48, heads=4, context=64, vocab=256)
 tokens = np.frombuffer(open(sys.argv[3], "rb").read(), np.uint8).astype(np.int64)
 windows = np.stack([tokens[start:start + 65] for start in range(0, len(tokens) - 65, 64)])

@@ -10,11 +10,12 @@ import pytest
 
 from models import GPT, units
 from zmpi import export, generate, train
-from zmpi.layout import Layout
-from zmpi.manners.errors import UsageError
-from zmpi.saving import pretrained, resume
+from zmpi.cli import resume
+from zmpi.core.layout import Layout
+from zmpi.process.errors import UsageError
+from zmpi.process.files import JSON_BYTES, read_json
+from zmpi.saving import pretrained
 from zmpi.saving.blocks import BlockWriter
-from zmpi.saving.files import JSON_BYTES, read_json
 from zmpi.saving.found import identify, newest, read_checkpoint
 from zmpi.saving.manifest import DIGEST, JSON, Manifest, Readers, unit_entry
 

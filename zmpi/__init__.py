@@ -10,21 +10,22 @@ import os
 import sys
 from pathlib import Path
 
-from zmpi.manners.blas import choose_kernels, set_threads
-from zmpi.manners.cores import wait_politely
-from zmpi.manners.launch import end_before_mpi
-from zmpi.manners.malloc import keep_freed_memory, use_huge_pages
+from zmpi.process.blas import choose_kernels, set_threads
+from zmpi.process.cores import wait_politely
+from zmpi.process.launch import end_before_mpi
+from zmpi.process.malloc import keep_freed_memory, use_huge_pages
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AdamW": "zmpi.optim",
-    "Optimizer": "zmpi.optim",
-    "SGD": "zmpi.optim",
-    "STAGES": "zmpi.stages",
-    "Policy": "zmpi.precision",
-    "World": "zmpi.world",
-    "ZeRO": "zmpi.engine",
+    "AdamW": "zmpi.numbers.optim",
+    "Communicator": "zmpi.messages.comm",
+    "Optimizer": "zmpi.numbers.optim",
+    "SGD": "zmpi.numbers.optim",
+    "STAGES": "zmpi.core.stages",
+    "Policy": "zmpi.numbers.precision",
+    "World": "zmpi.messages.world",
+    "ZeRO": "zmpi.core.engine",
 }
 __all__ = sorted(_HOMES)
 

@@ -5,9 +5,9 @@ import ast
 from pathlib import Path
 
 from zmpi import __version__
-from zmpi.manners.errors import UsageError
-from zmpi.manners.options import Parser, alone
-from zmpi.manners.table import table
+from zmpi.cli.options import Parser, alone
+from zmpi.process.errors import UsageError
+from zmpi.process.table import table
 
 COMMANDS = ("train", "verify", "bench", "plan", "generate", "export", "doctor")
 

@@ -8,27 +8,27 @@ from math import prod
 from time import sleep
 
 from models import units
+from models.layer import one_target
 from zmpi import __version__
+from zmpi.cli.bench_flags import bench_flags
+from zmpi.cli.model_flags import (
+    SIZES,
+    build_model,
+    refuse_beyond_memory,
+)
+from zmpi.cli.optimizer_flags import OPTIMIZERS, own_optimizer
+from zmpi.cli.options import Parser, check_files, named_as_flags
+from zmpi.cli.own import Place, leave_defaults
+from zmpi.cli.start import engine_of, refuse_different_texts, start
 from zmpi.cost.bench_table import heading, stage_table, sweep_table
 from zmpi.cost.measure import Trial, measure_stage
 from zmpi.cost.page import open_page, write_report
-from zmpi.data import Batches, load_text
-from zmpi.manners.bench_flags import bench_flags
-from zmpi.manners.errors import UsageError
-from zmpi.manners.machine import machine
-from zmpi.manners.model_flags import (
-    SIZES,
-    build_model,
-    one_target,
-    refuse_beyond_memory,
-)
-from zmpi.manners.optimizer_flags import OPTIMIZERS, own_optimizer
-from zmpi.manners.options import Parser, check_files, named_as_flags
-from zmpi.manners.output import Output
-from zmpi.manners.own import Place, leave_defaults
-from zmpi.manners.start import engine_of, refuse_different_texts, start
-from zmpi.manners.streams import check_printed
-from zmpi.precision import Policy
+from zmpi.numbers.precision import Policy
+from zmpi.process.errors import UsageError
+from zmpi.process.machine import machine
+from zmpi.process.output import Output
+from zmpi.process.streams import check_printed
+from zmpi.text.data import Batches, load_text
 
 COMMAND = "zmpi.bench"
 LR = {"lr": 3e-3}

@@ -7,17 +7,17 @@ from time import perf_counter
 
 import numpy as np
 
-from zmpi.comm import Communicator
-from zmpi.layout import Layout
-from zmpi.ledger import Ledger
-from zmpi.manners.blas import kernels_in_use
-from zmpi.manners.cores import cores
-from zmpi.manners.launch import launcher
-from zmpi.manners.machine import cpu_name
-from zmpi.manners.options import Parser
-from zmpi.manners.start import start, world_flags
-from zmpi.manners.streams import check_printed
-from zmpi.manners.table import table
+from zmpi.cli.options import Parser
+from zmpi.cli.start import start, world_flags
+from zmpi.core.layout import Layout
+from zmpi.messages.comm import Communicator
+from zmpi.messages.ledger import Ledger
+from zmpi.process.blas import kernels_in_use
+from zmpi.process.cores import cores
+from zmpi.process.launch import launcher
+from zmpi.process.machine import cpu_name
+from zmpi.process.streams import check_printed
+from zmpi.process.table import table
 
 COMMAND = "zmpi.doctor"
 SIZES = (

@@ -8,7 +8,7 @@ import resource
 from pathlib import Path
 from time import perf_counter
 
-from zmpi.manners.options import Parser, alone, file_name
+from zmpi.cli.options import Parser, alone, file_name
 from zmpi.saving import pretrained
 from zmpi.saving.found import read_checkpoint, with_newest
 from zmpi.saving.manifest import Readers

@@ -5,19 +5,19 @@ then the window moves on with every token, and with it all positions: the window
 """
 
 from models import GPT, MLP
-from zmpi.checkpoint import find, load_weights, refuse_other_model
-from zmpi.coding import Bytes, Ids, Voice, Words
-from zmpi.engine import ZeRO
-from zmpi.manners.agree import same_on_all_ranks
-from zmpi.manners.model_flags import SEEDS
-from zmpi.manners.options import Parser, file_name, real, whole
-from zmpi.manners.start import start, world_flags
-from zmpi.manners.streams import check_printed
-from zmpi.optim import SGD
-from zmpi.precision import Policy
-from zmpi.sampling import generate
+from zmpi.cli.model_flags import SEEDS
+from zmpi.cli.options import Parser, file_name, real, whole
+from zmpi.cli.start import start, world_flags
+from zmpi.core.engine import ZeRO
+from zmpi.numbers.optim import SGD
+from zmpi.numbers.precision import Policy
+from zmpi.process.agree import same_on_all_ranks
+from zmpi.process.streams import check_printed
+from zmpi.saving.checkpoint import find, load_weights, refuse_other_model
 from zmpi.saving.pretrained import END_OF_TEXT, PUBLISHED_VOCAB
 from zmpi.saving.schema import SIZES
+from zmpi.text.coding import Bytes, Ids, Voice, Words
+from zmpi.text.sampling import Draws, generate
 
 COMMAND = "zmpi.generate"
 
@@ -56,7 +56,7 @@ def main(argv=None):
         model, policy = _build(manifest), Policy(manifest["recipe"])
         refuse_other_model(manifest, model, policy)
         coding = _coding(args, manifest)
-        tokens = coding.encode(args)
+        tokens = coding.encode(args.prompt if args.prompt_ids is None else args.prompt_ids)
         _refuse(tokens, model, args)
         if args.stop != "auto":
             coding.ends = () if args.stop == "none" else (args.stop,)
@@ -72,7 +72,8 @@ def main(argv=None):
     load_weights(zero, args.checkpoint)
     with world.agreed():
         voice = Voice(coding, tokens, silent=world.rank != 0)
-    for token in generate(zero, tokens, args, coding, lambda: voice.closed):
+    draws = Draws(args.tokens, args.temperature, args.top_k, args.seed)
+    for token in generate(zero, tokens, draws, coding, lambda: voice.closed):
         voice.say(token)
     with world.agreed():
         voice.end()

@@ -2,17 +2,17 @@
 
 import json
 
+from zmpi.cli.model_flags import build_model, model_flags
+from zmpi.cli.options import Parser, alone, file_name, named_as_flags, real, whole
+from zmpi.core.stages import STAGES, state_bytes
 from zmpi.cost.estimate import Setting, Speed, largest, ranks_that_pay, speed_of
 from zmpi.cost.paper import both_tables, largest_model
 from zmpi.cost.plan_tables import SHARDED, fits_table, memory_table, moved_table, times_table
-from zmpi.formats import refuse_irregular
-from zmpi.manners.errors import UsageError
-from zmpi.manners.model_flags import build_model, model_flags
-from zmpi.manners.options import Parser, alone, file_name, named_as_flags, real, whole
-from zmpi.manners.table import in_bytes, short, table, unit_for
-from zmpi.precision import RECIPES, Policy
-from zmpi.saving.files import named
-from zmpi.stages import STAGES, state_bytes
+from zmpi.numbers.precision import RECIPES, Policy
+from zmpi.process.errors import UsageError
+from zmpi.process.files import named
+from zmpi.process.table import in_bytes, short, table, unit_for
+from zmpi.text.formats import refuse_irregular
 
 COMMAND = "zmpi.plan"
 LARGEST_BENCH = 1 << 26  # bytes that are read of a bench's JSON
@@ -217,9 +217,9 @@ def _of_model(args):
                 row |= {"ranks_that_pay": turn[0] if turn[1] else None}
         return _json(recipe, walks[0].elements, args, rows)
     parts = [f"{_opening(walks[0].elements, args, recipe)}\n{_run(args)}", memory_table(walks)]
-    parts += [fits_table(limits, args)] if limits else []
-    parts += [times_table(walks, turning, speed, args)] if speed else []
-    parts += [moved_table(walks, args)] if args.dry_run else []
+    parts += [fits_table(limits, args.memory)] if limits else []
+    parts += [times_table(walks, turning, speed, args.calibrate or "the flags")] if speed else []
+    parts += [moved_table(walks, args.accumulate)] if args.dry_run else []
     return "\n\n".join(parts)
 
 

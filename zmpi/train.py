@@ -8,25 +8,26 @@ from time import perf_counter
 
 from tqdm import tqdm
 
-from zmpi.checkpoint import Keeper, find, load
+from models.layer import one_target
+from zmpi.cli import resume
+from zmpi.cli.model_flags import SIZES, build_model, refuse_beyond_memory
+from zmpi.cli.optimizer_flags import HYPERPARAMETERS, build_optimizer
+from zmpi.cli.options import Parser, named_as_flags
+from zmpi.cli.own import Place, leave_defaults
+from zmpi.cli.progress import NothingTrained, Progress
+from zmpi.cli.report import opening, summary
+from zmpi.cli.run_log import LogLost, RunLog, open_log
+from zmpi.cli.start import engine_of, refuse_different_texts, start
+from zmpi.cli.train_flags import check_outputs, refuse, train_flags
+from zmpi.core.step import Stopped
 from zmpi.cost.memory_limit import refuse_beyond_limit
+from zmpi.cost.trace import Trace, open_trace, write_trace
 from zmpi.cost.watch import watched
-from zmpi.data import Batches, described, load_text
-from zmpi.manners.errors import Agreed, UsageError
-from zmpi.manners.model_flags import SIZES, build_model, one_target, refuse_beyond_memory
-from zmpi.manners.optimizer_flags import HYPERPARAMETERS, build_optimizer
-from zmpi.manners.options import Parser, named_as_flags
-from zmpi.manners.own import leave_defaults
-from zmpi.manners.progress import NothingTrained, Progress
-from zmpi.manners.report import opening, summary
-from zmpi.manners.run_log import LogLost, RunLog, open_log
-from zmpi.manners.start import engine_of, refuse_different_texts, start
-from zmpi.manners.streams import check_printed
-from zmpi.manners.train_flags import check_outputs, refuse, train_flags
-from zmpi.precision import Policy
-from zmpi.saving import resume
-from zmpi.step import Stopped
-from zmpi.trace import Trace, open_trace, write_trace
+from zmpi.numbers.precision import Policy
+from zmpi.process.errors import Agreed, UsageError
+from zmpi.process.streams import check_printed
+from zmpi.saving.checkpoint import Keeper, find, load
+from zmpi.text.data import Batches, described, load_text
 
 COMMAND = "zmpi.train"
 KEEP = 3  # checkpoints
@@ -132,7 +133,9 @@ def _engine(args, model, world):
                 args.loss_scale,
                 args.loss_scale_window,
             )
-        refuse_beyond_limit(args, model, world, optimizer, policy)
+        if not any(isinstance(value, Place) for value in (args.model, args.optimizer, args.comm)):
+            batch = args.micro_batch, args.accumulate
+            refuse_beyond_limit(model, world, args.stage, optimizer, policy, batch)
     engine = watched(engine, Trace) if args.trace else engine
     return engine(model, world, args.stage, optimizer, args.seed, policy)
 

@@ -7,12 +7,12 @@ subclass of ZeRO.
 import sys
 from argparse import ArgumentTypeError
 
-from zmpi.manners.model_flags import own_model
-from zmpi.manners.optimizer_flags import own_optimizer
-from zmpi.manners.options import Parser, real
-from zmpi.manners.own import own_or
-from zmpi.manners.start import engine_of, start, world_flags
-from zmpi.manners.streams import check_printed
+from zmpi.cli.model_flags import own_model
+from zmpi.cli.optimizer_flags import own_optimizer
+from zmpi.cli.options import Parser, real
+from zmpi.cli.own import own_or
+from zmpi.cli.start import engine_of, start, world_flags
+from zmpi.process.streams import check_printed
 from zmpi.proof.accounts import state_is_exact, volumes_are_exact
 from zmpi.proof.conduct import conducted
 from zmpi.proof.lifetimes import nothing_is_kept
@@ -27,9 +27,9 @@ from zmpi.proof.training import (
     schedule_changes_nothing,
     stages_agree,
 )
+from zmpi.proof.trial import LARGER, SMALL, Trial
 from zmpi.proof.updates import updates_are_right
 from zmpi.proof.walks import walks_are_whole
-from zmpi.trial import LARGER, SMALL, Trial
 
 # Each yields rows from a Trial. What a later one builds on comes first.
 CHECKS = {

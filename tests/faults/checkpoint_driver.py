@@ -14,9 +14,9 @@ import sys
 import time
 
 from zmpi import train
-from zmpi.engine import ZeRO
-from zmpi.manners.errors import UsageError
-from zmpi.world import World
+from zmpi.core.engine import ZeRO
+from zmpi.messages.world import World
+from zmpi.process.errors import UsageError
 
 fault, victim, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 if World(device="cpu").rank == victim:

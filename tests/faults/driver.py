@@ -12,8 +12,8 @@ import time
 
 import numpy as np
 
-import zmpi.comm
-import zmpi.world
+import zmpi.messages.comm
+import zmpi.messages.world
 from models import MLP
 from zmpi import AdamW, World, ZeRO
 
@@ -42,10 +42,10 @@ class Places:
     def __init__(self, rank):
         self.mine, self.step = rank == RANK, 0
         self.wrap(
-            zmpi.comm.Gather, "wait", "gather"
+            zmpi.messages.comm.Gather, "wait", "gather"
         )  # the gather was started, nobody has waited for it yet
         self.wrap(
-            zmpi.comm, "add_in_order", "reduce"
+            zmpi.messages.comm, "add_in_order", "reduce"
         )  # the slices are here, their sum is not made yet
         self.wrap(AdamW, "update", "update")
         if FAULT in ("together", "caught"):
@@ -58,7 +58,7 @@ class Places:
 
     def raise_on_all_ranks(self):
         """Rank RANK raises before it posts a gather, the others after: they have posted what will never complete."""
-        post = zmpi.comm.Communicator.all_gather
+        post = zmpi.messages.comm.Communicator.all_gather
 
         def posted(*args):
             gather = None if self.mine else post(*args)
@@ -66,7 +66,7 @@ class Places:
                 strike()
             return gather or post(*args)
 
-        zmpi.comm.Communicator.all_gather = posted
+        zmpi.messages.comm.Communicator.all_gather = posted
 
     def wrap(self, owner, name, place):
         inside = getattr(owner, name)
@@ -86,7 +86,7 @@ def batch(rank, step, places):
 
 
 def main():
-    places = Places(zmpi.world.MPI.COMM_WORLD.rank)
+    places = Places(zmpi.messages.world.MPI.COMM_WORLD.rank)
     places.here("start")
     world = World(
         device="cpu", timeout=60

@@ -22,24 +22,24 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from mpirun import run_world  # before zmpi, which sets this process's threads
 
-import zmpi.comm
-import zmpi.engine
-import zmpi.optim
-import zmpi.unit
+import zmpi.core.engine
+import zmpi.core.unit
+import zmpi.messages.comm
+import zmpi.messages.world
+import zmpi.numbers.optim
 import zmpi.verify
-import zmpi.world
 from models.layer import Recomputed
-from zmpi.comm import Communicator, Gather
-from zmpi.data import Batches
-from zmpi.engine import ZeRO
-from zmpi.gradient import ReducedEach, ReducedOnce
-from zmpi.layout import Layout
-from zmpi.ledger import Ledger
-from zmpi.optim import SGD, AdamW, Slice
-from zmpi.owned import Shared
-from zmpi.schedule import Schedule, training_schedule
-from zmpi.trial import Trial
-from zmpi.unit import Unit
+from zmpi.core.engine import ZeRO
+from zmpi.core.gradient import ReducedEach, ReducedOnce
+from zmpi.core.layout import Layout
+from zmpi.core.owned import Shared
+from zmpi.core.schedule import Schedule, training_schedule
+from zmpi.core.unit import Unit
+from zmpi.messages.comm import Communicator, Gather
+from zmpi.messages.ledger import Ledger
+from zmpi.numbers.optim import SGD, AdamW, Slice
+from zmpi.proof.trial import Trial
+from zmpi.text.data import Batches
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _around(real, wrong):
 # -- messages --------------------------------------------------------------------------------------
 
 
-@mistake("the last chunk is left out", "messages_arrive", (zmpi.comm, "chunks"))
+@mistake("the last chunk is left out", "messages_arrive", (zmpi.messages.comm, "chunks"))
 def _(real, length, limit):
     cuts = real(length, limit)
     return cuts[:-1] or cuts
@@ -199,7 +199,7 @@ def _(real, zero, losses, counted):
 def _(real, unit):
     if real.__name__ == "squares":
         return unit.own
-    unit.own = zmpi.unit.sums_of_squares(unit.gradient.partial[unit.part], unit.layout.pieces)
+    unit.own = zmpi.core.unit.sums_of_squares(unit.gradient.partial[unit.part], unit.layout.pieces)
     return real(unit)
 
 
@@ -211,7 +211,7 @@ def _(real, unit):
 
 @mistake("the norm is left scaled in float16", "updates_are_right", (ZeRO, "_agree"))
 def _(real, zero, losses, counted):
-    with patch.object(zmpi.engine, "sqrt", lambda square: sqrt(square) * zero.scaler.scale):
+    with patch.object(zmpi.core.engine, "sqrt", lambda square: sqrt(square) * zero.scaler.scale):
         return real(zero, losses, counted)
 
 
@@ -294,7 +294,7 @@ ALONE = "one rank raises alone"
 
 @mistake(ALONE, "walks_are_whole", (ZeRO, "make_schedule"))
 def _(real, layers, units):
-    if zmpi.world.MPI.COMM_WORLD.rank == 1:
+    if zmpi.messages.world.MPI.COMM_WORLD.rank == 1:
         raise TypeError("this mistake was planted")
     return training_schedule(layers, units)
 
@@ -371,7 +371,7 @@ def _(real, adam, owned, t, factor):
     real(late, owned, t + 1, factor)
 
 
-@mistake("Adam's eps inside the root", "updates_are_right", (zmpi.optim, "adamw"))
+@mistake("Adam's eps inside the root", "updates_are_right", (zmpi.numbers.optim, "adamw"))
 def _(real, master, owned, by):
     real(master, owned, SimpleNamespace(**{**vars(by), "eps": by.eps**0.5}))
 

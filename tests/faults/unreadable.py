@@ -4,7 +4,7 @@ import sys
 
 from mpi4py import MPI
 
-import zmpi.data
+import zmpi.text.data
 from zmpi import train
 
 if MPI.COMM_WORLD.rank == 1:
@@ -12,6 +12,6 @@ if MPI.COMM_WORLD.rank == 1:
     def unreadable(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    zmpi.data._opened = unreadable
+    zmpi.text.data._opened = unreadable
 
 train.main(sys.argv[1:])

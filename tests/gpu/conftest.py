@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zmpi.device import find_cupy
+from zmpi.messages.device import find_cupy
 
 CUPY, FAULT = find_cupy()
 

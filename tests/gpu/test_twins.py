@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from models import GPT, attention, fused, ops, plain_step, plain_weights
-from zmpi.optim import AdamW, Slice, sums_of_squares
-from zmpi.sums import add_in_order
+from zmpi.numbers.optim import AdamW, Slice, sums_of_squares
+from zmpi.numbers.sums import add_in_order
 
 # relative to the largest element: float64 rounding; float32 sums of some thousand terms; one rounding of a result in 16 bits
 TOLERANCE = {"float64": 1e-12, "float32": 3e-5, "float16": 3e-3, "bfloat16": 2e-2}

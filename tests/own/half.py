@@ -6,7 +6,7 @@ mpirun -n 4 python -m zmpi.verify --comm tests/own/half.py:Half --tolerance 0.01
 
 import numpy as np
 
-from zmpi.comm import Communicator, Gather
+from zmpi.messages.comm import Communicator, Gather
 
 
 class Half(Communicator):

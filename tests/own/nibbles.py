@@ -6,7 +6,7 @@ mpirun -n 4 python -m zmpi.verify --comm tests/own/nibbles.py:Swapped --toleranc
 
 import numpy as np
 
-from zmpi.comm import Communicator, Gather
+from zmpi.messages.comm import Communicator, Gather
 
 BLOCK = 32  # weights that share a scale
 

@@ -8,11 +8,11 @@ from saving import engine, state, steps
 from training import STAGES, adamw, gpt, micro_batch, mlp, sgd, share
 
 from zmpi import Policy, ZeRO
-from zmpi.comm import Communicator
-from zmpi.layout import Layout
-from zmpi.ledger import Ledger
-from zmpi.manners.errors import UsageError
-from zmpi.step import Stopped
+from zmpi.core.layout import Layout
+from zmpi.core.step import Stopped
+from zmpi.messages.comm import Communicator
+from zmpi.messages.ledger import Ledger
+from zmpi.process.errors import UsageError
 
 
 class Boom(Exception):

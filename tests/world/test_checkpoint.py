@@ -12,11 +12,11 @@ from training import STAGES, copied, micro_batch, sgd, share
 from models import GPT
 from models.layer import Layer
 from zmpi import ZeRO
-from zmpi.checkpoint import find
 from zmpi.export import export
-from zmpi.precision import RECIPES
+from zmpi.numbers.precision import RECIPES
 from zmpi.saving import blocks
 from zmpi.saving.blocks import BLOCK
+from zmpi.saving.checkpoint import find
 
 SIZES = (1, 3)
 

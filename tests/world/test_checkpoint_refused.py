@@ -7,16 +7,16 @@ import pytest
 from saving import engine, state, steps
 from training import mlp, sgd, share
 
-import zmpi.checkpoint
+import zmpi.saving.checkpoint
 from models import GPT
 from zmpi import ZeRO
-from zmpi.checkpoint import Keeper, find
-from zmpi.manners.errors import UsageError
+from zmpi.cli.resume import init_from
+from zmpi.core.step import Stopped
+from zmpi.process.errors import UsageError
 from zmpi.saving import pretrained
+from zmpi.saving.checkpoint import Keeper, find
 from zmpi.saving.folder import newest
 from zmpi.saving.manifest import Manifest
-from zmpi.saving.resume import init_from
-from zmpi.step import Stopped
 
 SIZES = (1, 3)
 
@@ -207,7 +207,7 @@ def _full(layout):
 @pytest.mark.sizes(3)
 def test_a_folder_that_is_another_on_one_rank_is_refused(world, comm, saved, monkeypatch):
     """A disk of each node's own, on which the folder of this name holds another training's checkpoint."""
-    real = zmpi.checkpoint.read_checkpoint
+    real = zmpi.saving.checkpoint.read_checkpoint
 
     def read(folder):
         manifest = real(folder)
@@ -215,7 +215,7 @@ def test_a_folder_that_is_another_on_one_rank_is_refused(world, comm, saved, mon
             manifest.entries["seed"] += 1
         return manifest
 
-    monkeypatch.setattr(zmpi.checkpoint, "read_checkpoint", read)
+    monkeypatch.setattr(zmpi.saving.checkpoint, "read_checkpoint", read)
     zero = engine(world)
     before = state(zero)
     with pytest.raises(UsageError, match=r"manifest: .* on rank 0, .* on rank 2: all ranks need"):

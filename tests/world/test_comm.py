@@ -8,9 +8,9 @@ import pytest
 from training import adamw, assert_same_bits, gpt, share, train, world_of
 
 from zmpi import Policy, ZeRO
-from zmpi.comm import Communicator
-from zmpi.layout import Layout
-from zmpi.ledger import Ledger
+from zmpi.core.layout import Layout
+from zmpi.messages.comm import Communicator
+from zmpi.messages.ledger import Ledger
 
 SIZES = (1, 2, 3, 4)
 

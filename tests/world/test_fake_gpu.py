@@ -6,18 +6,18 @@ from fake_cuda import Array, Cuda
 from training import adamw, assert_same_bits, gpt, mlp, share, world_of
 
 from zmpi import Policy, ZeRO
-from zmpi.comm import Communicator
-from zmpi.device import Gpu
-from zmpi.layout import Layout
-from zmpi.ledger import Ledger
-from zmpi.manners.errors import UsageError
+from zmpi.core.layout import Layout
+from zmpi.messages.comm import Communicator
+from zmpi.messages.device import Gpu
+from zmpi.messages.ledger import Ledger
+from zmpi.messages.transport import Direct, Staged
+from zmpi.process.errors import UsageError
 from zmpi.proof.accounts import volumes_are_exact
 from zmpi.proof.lifetimes import nothing_is_kept
 from zmpi.proof.messages import messages_arrive
 from zmpi.proof.training import order_is_kept, schedule_changes_nothing, stages_agree
+from zmpi.proof.trial import Trial
 from zmpi.proof.walks import walks_are_whole
-from zmpi.transport import Direct, Staged
-from zmpi.trial import Trial
 from zmpi.verify import CHECKS, promises
 
 SIZES = (1, 2, 3, 4)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from zmpi.manners.guard import POLL
+from zmpi.process.guard import POLL
 
 
 def test_every_world_shares_the_guard_of_its_process(world):

@@ -6,7 +6,7 @@ from training import STAGES, Plain, adamw, assert_same_bits, mlp, train, world_o
 
 from models import MLP, Layer
 from zmpi import Policy, ZeRO
-from zmpi.manners.errors import UsageError
+from zmpi.process.errors import UsageError
 
 SIZES = (1, 3, 4)
 

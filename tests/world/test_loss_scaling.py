@@ -8,9 +8,9 @@ from training import STAGES, Plain, adamw, copied, everything, gpt, mlp, share, 
 
 from models import Layer
 from zmpi import SGD, AdamW, Policy, ZeRO
-from zmpi.comm import Communicator
-from zmpi.manners import progress
-from zmpi.manners.errors import Agreed, UsageError
+from zmpi.cli import progress
+from zmpi.messages.comm import Communicator
+from zmpi.process.errors import Agreed, UsageError
 
 stages = pytest.mark.parametrize("stage", STAGES)
 narrow = pytest.mark.parametrize("precision", ["float16", "bfloat16"])

@@ -14,8 +14,8 @@ import pytest
 from training import STAGES, adamw, gpt, mlp, sgd, share, world_of
 
 from zmpi import Policy, ZeRO
-from zmpi.ledger import Ledger
-from zmpi.stages import state_bytes
+from zmpi.core.stages import state_bytes
+from zmpi.messages.ledger import Ledger
 
 models = pytest.mark.parametrize("model", [gpt, mlp])
 precisions = pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
@@ -297,7 +297,7 @@ def test_the_message_buffer_is_made_once_and_no_larger_than_the_largest_unit(com
 
 
 def test_the_message_buffer_does_not_grow_with_the_model(comm):
-    from zmpi.comm import Communicator
+    from zmpi.messages.comm import Communicator
 
     kind = type("Small", (Watched,), {"make_communicator": partial(Communicator, chunk_bytes=1200)})
     for reduction in ("mpi", "ordered"):

@@ -10,7 +10,7 @@ from training import STAGES, adamw, gpt, mlp, share, world_of
 import models as models_package
 import zmpi
 from zmpi import Policy, ZeRO
-from zmpi.optim import BLOCK
+from zmpi.numbers.optim import BLOCK
 
 SIZES = (1, 3, 4)
 

@@ -10,7 +10,7 @@ from training import STAGES, Plain, copied, everything, gpt, micro_batch, mlp, s
 
 from models import GPT
 from zmpi import SGD, ZeRO
-from zmpi.manners.errors import UsageError
+from zmpi.process.errors import UsageError
 
 SIZES = (1, 2, 3, 4, 6)
 

@@ -9,7 +9,7 @@ from training import adamw, gpt, share, train
 from zmpi import Policy, World, ZeRO
 from zmpi import bench as bench_command
 from zmpi import train as train_command
-from zmpi.manners.errors import UsageError
+from zmpi.process.errors import UsageError
 
 SIZES = (1, 3)
 

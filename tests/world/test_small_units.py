@@ -19,7 +19,7 @@ from training import (
 
 from models import GPT, MLP, Layer, units
 from zmpi import AdamW, Policy, ZeRO
-from zmpi.layout import Layout
+from zmpi.core.layout import Layout
 
 SIZES = (1, 2, 3, 4, 5, 6)
 

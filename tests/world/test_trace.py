@@ -7,8 +7,8 @@ import pytest
 from training import STAGES, adamw, gpt, share, world_of
 
 from zmpi import Policy, ZeRO
+from zmpi.cost.trace import AMOUNTS, STEPS, Trace, aligned, open_trace, write_trace
 from zmpi.cost.watch import watched
-from zmpi.trace import AMOUNTS, STEPS, Trace, aligned, open_trace, write_trace
 
 Traced = watched(ZeRO, Trace)
 
@@ -91,7 +91,7 @@ def test_clocks_are_aligned(comm):
     """A clock that is an hour ahead is set right: all ranks' steps overlap (they meet in each)."""
     zero = traced(2)
     if comm.rank == comm.size - 1:
-        from zmpi import trace
+        from zmpi.cost import trace
 
         real = trace.perf_counter
         trace.perf_counter = lambda: real() + 3600

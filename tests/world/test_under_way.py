@@ -9,7 +9,7 @@ import pytest
 from training import STAGES, adamw, assert_same_bits, gpt, share, train, world_of
 
 from zmpi import Policy, ZeRO
-from zmpi.comm import Communicator
+from zmpi.messages.comm import Communicator
 
 
 class Boom(Exception):

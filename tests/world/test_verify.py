@@ -10,7 +10,7 @@ from own.nibbles import Nibbles, Swapped
 import zmpi.verify
 from zmpi import ZeRO
 from zmpi.proof.outcome import Outcome, Part, Taken
-from zmpi.trial import Trial
+from zmpi.proof.trial import Trial
 from zmpi.verify import promises
 
 SIZES = (1, 3, 4)

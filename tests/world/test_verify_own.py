@@ -7,7 +7,7 @@ import numpy as np
 from own.lion import Lion
 
 import zmpi.verify
-from zmpi.trial import Trial
+from zmpi.proof.trial import Trial
 from zmpi.verify import promises
 
 SIZES = (3,)

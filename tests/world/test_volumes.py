@@ -8,7 +8,7 @@ import pytest
 from training import STAGES, adamw, assert_same_bits, gpt, mlp, share, train, unit_names, world_of
 
 from zmpi import Policy, ZeRO
-from zmpi.comm import Communicator
+from zmpi.messages.comm import Communicator
 
 SIZES = (1, 2, 3, 4, 5, 6)
 

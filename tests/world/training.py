@@ -8,9 +8,9 @@ import numpy as np
 from models import GPT, MLP, plain_step, plain_weights, unit_of, units
 from models.layer import forward_backward, zeros_like
 from zmpi import Policy, World, ZeRO
-from zmpi.layout import Layout
-from zmpi.optim import SGD, AdamW, Slice
-from zmpi.precision import RECIPES
+from zmpi.core.layout import Layout
+from zmpi.numbers.optim import SGD, AdamW, Slice
+from zmpi.numbers.precision import RECIPES
 
 STAGES = (0, 1, 2, 3)
 
@@ -105,7 +105,7 @@ def assert_same_bits(one, other, what=""):
 
 
 class Plain:
-    """One process without ZeRO: the plain loop of models/layer.py, and zmpi.optim over units padded as at one rank.
+    """One process without ZeRO: the plain loop of models/layer.py, and zmpi.numbers.optim over units padded as at one rank.
 
     In 16 bits, where an overflow skips the step, the loop is written out again here, with the three roundings of the
     recipe: weights before they are used, the partial gradient of each micro-batch, and their float32 sum.

@@ -1,6 +1,6 @@
 """A bench's report as text: for each quantity a line, for each stage a column; formula and measurement below each other."""
 
-from zmpi.manners.table import in_bytes, seconds, table
+from zmpi.process.table import in_bytes, seconds, table
 
 EQUAL, UNEQUAL, UNKNOWN = "✓", "≠", "unknown"
 

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from models.layer import Layer
-from zmpi.comm import Communicator
+from models.layer import Layer, one_target
 from zmpi.cost.counted import Counted, Meter
 from zmpi.cost.watch import Memory, WatchedUnit, WatchedZeRO
-from zmpi.device import Device
-from zmpi.optim import BLOCK, Slice, sums_of_squares
-from zmpi.sums import REDUCE_BLOCK, add_in_order
-from zmpi.world import World
+from zmpi.messages.comm import Communicator
+from zmpi.messages.device import Device
+from zmpi.messages.world import World
+from zmpi.numbers.optim import BLOCK, Slice, sums_of_squares
+from zmpi.numbers.sums import REDUCE_BLOCK, add_in_order
 
 
 class CountedWorld(World):
@@ -130,7 +130,7 @@ class CountedModel:
     def batch(self, micro_batch):
         """The shapes of a micro-batch's inputs and targets."""
         inputs = micro_batch, self._model.context
-        return inputs, inputs[:1] if getattr(self._model, "one_target", False) else inputs
+        return inputs, inputs[:1] if one_target(self._model) else inputs
 
 
 class Remembered(Layer):

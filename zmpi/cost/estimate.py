@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from zmpi.cost.dryrun import CountedWorld, DryRun, Memo
-from zmpi.optim import AdamW, Optimizer
-from zmpi.precision import Policy
+from zmpi.numbers.optim import AdamW, Optimizer
+from zmpi.numbers.precision import Policy
 
 HIGHEST = 4096  # layers or sequences to which a search for the largest goes
 

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
+from zmpi.core.engine import ZeRO
+from zmpi.core.stages import elements_moved, state_bytes
 from zmpi.cost.estimate import Setting
 from zmpi.cost.probes import PeakResident, ProbedZeRO, TracedZeRO
+from zmpi.cost.trace import Trace, aligned
 from zmpi.cost.watch import joined, watched
-from zmpi.data import Batches
-from zmpi.engine import ZeRO
-from zmpi.ledger import OWNED
-from zmpi.manners.errors import Agreed
-from zmpi.manners.launch import ranks_on_this_node
-from zmpi.manners.machine import free_node_memory
-from zmpi.precision import Policy
-from zmpi.stages import elements_moved, state_bytes
-from zmpi.trace import Trace, aligned
+from zmpi.messages.ledger import OWNED
+from zmpi.numbers.precision import Policy
+from zmpi.process.errors import Agreed
+from zmpi.process.launch import ranks_on_this_node
+from zmpi.process.machine import free_node_memory
+from zmpi.text.data import Batches
 
 MOVED = ("all_gather", "reduce_scatter")
 PROBED_STEPS = 3

@@ -8,9 +8,9 @@ from io import BytesIO
 from pathlib import Path
 
 from zmpi.cost.bench_table import NOTES, heading, point_of, stage_rows, sweep_table
-from zmpi.manners.output import Output
-from zmpi.manners.table import seconds
-from zmpi.saving.files import named
+from zmpi.process.files import named
+from zmpi.process.output import Output
+from zmpi.process.table import seconds
 
 START = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>zmpi bench</title>"""

@@ -1,8 +1,8 @@
 """The paper's own figures (arXiv 1910.02054, Tables 1 and 2), beside what zmpi's formula gives. Quoted to be compared only."""
 
-from zmpi.manners.table import table
-from zmpi.precision import RECIPES
-from zmpi.stages import STAGES, state_bytes
+from zmpi.core.stages import STAGES, state_bytes
+from zmpi.numbers.precision import RECIPES
+from zmpi.process.table import table
 
 RANKS = (1, 4, 16, 64, 256, 1024)
 # Table 1: GB per rank. Parameters -> a row for each of RANKS: P_os, P_os+g, P_os+g+p.

@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
 from zmpi.cost.bench_table import point_of
-from zmpi.manners.table import unit_for
+from zmpi.process.table import unit_for
 
 # Colours that the colour-blind can tell apart (Okabe and Ito 2008).
 KINDS = {

@@ -1,9 +1,9 @@
 """The tables of a plan for a model: memory at the peak, what fits, a step's time, and what it moves."""
 
+from zmpi.core.stages import STAGES, elements_moved
 from zmpi.cost.estimate import HIGHEST
-from zmpi.manners.errors import UsageError
-from zmpi.manners.table import in_bytes, seconds, short, table, unit_for
-from zmpi.stages import STAGES, elements_moved
+from zmpi.process.errors import UsageError
+from zmpi.process.table import in_bytes, seconds, short, table, unit_for
 
 SHARDED = ("nothing", "optimizer states", "+ gradients", "+ parameters")
 
@@ -41,11 +41,11 @@ def memory_table(walks):
     )
 
 
-def fits_table(limits, args):
-    """The answers to --memory. Raises UsageError where not even one layer fits at any stage."""
+def fits_table(limits, nbytes):
+    """What fits into so many bytes per rank. Raises UsageError where not even one layer fits at any stage."""
     if not any(limit["largest_layers"] for limit in limits):
         raise UsageError(
-            f"--memory: not even 1 layer fits into {args.memory:,.15g} bytes per rank at any stage;"
+            f"--memory: not even 1 layer fits into {nbytes:,.15g} bytes per rank at any stage;"
             " use more --ranks, a smaller --width or --vocab, or --recompute"
         )
     lines = [
@@ -57,10 +57,10 @@ def fits_table(limits, args):
             "none" if not n else f"{n:,}" + (" or more" if n == HIGHEST else "") for n in counts
         ]
         lines.append((f"  {stage.number}", f"{limit['largest_parameters']:.4g}", *said))
-    return f"largest that fits {in_bytes(args.memory)} per rank, all else as above\n{table(lines)}"
+    return f"largest that fits {in_bytes(nbytes)} per rank, all else as above\n{table(lines)}"
 
 
-def times_table(walks, turning, speed, args):
+def times_table(walks, turning, speed, source):
     """What a step may take: the arithmetic and the messages, hidden behind each other or not at all."""
     lines = [
         (
@@ -83,7 +83,6 @@ def times_table(walks, turning, speed, args):
         ]
         pays = f"{ranks:,}" if found else f"{ranks:,} and more"
         lines.append((f"  {walk.stage.number}", *times, seconds(compute + comm), pays))
-    source = args.calibrate or "the flags"
     return (
         f"time of a step at {speed.flops:.3g} FLOPs/s and {speed.bandwidth:.3g} bytes/s per rank ({source}): matrix products\n"
         "and messages alone. Ranks that pay: at the same global batch, where messages come to take as long as the products\n"
@@ -91,14 +90,14 @@ def times_table(walks, turning, speed, args):
     )
 
 
-def moved_table(walks, args):
+def moved_table(walks, accumulate):
     """The walk's collectives, beside the closed form (paper, section 7)."""
     lines = [
         ("stage", "collective", "calls", "elements", "formula", "bytes sent", "of which padding")
     ]
     for walk in walks:
         formula = elements_moved(
-            walk.stage, walk.schedule, walk.unit_sizes, args.accumulate, walk.reduce_each
+            walk.stage, walk.schedule, walk.unit_sizes, accumulate, walk.reduce_each
         )
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
             moved = walk.comm[kind]

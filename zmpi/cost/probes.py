@@ -7,9 +7,9 @@ from contextlib import suppress
 from functools import partial
 from time import perf_counter
 
-from zmpi.comm import Communicator
 from zmpi.cost.watch import Memory, WatchedZeRO
-from zmpi.memory import peak_resident_bytes, traced_array_bytes
+from zmpi.messages.comm import Communicator
+from zmpi.messages.memory import peak_resident_bytes, traced_array_bytes
 
 
 def array_bytes():

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from models.layer import Layer
-from zmpi.comm import Communicator
-from zmpi.engine import ZeRO
-from zmpi.ledger import OWNED, WORK, Ledger
-from zmpi.unit import Unit
+from zmpi.core.engine import ZeRO
+from zmpi.core.unit import Unit
+from zmpi.messages.comm import Communicator
+from zmpi.messages.ledger import OWNED, WORK, Ledger
 
 
 class Watch(Ledger):

@@ -1,8 +1,8 @@
 """P2, exact accounting: the elements and bytes that are moved, the bytes that are owned."""
 
-from zmpi.ledger import Moved
+from zmpi.core.stages import STAGES, elements_moved, state_bytes
+from zmpi.messages.ledger import Moved
 from zmpi.proof.rows import Finding, counted, judged
-from zmpi.stages import STAGES, elements_moved, state_bytes
 
 MOVING = ("all_gather", "reduce_scatter")
 

@@ -7,7 +7,7 @@ from time import monotonic, sleep
 import numpy as np
 
 from zmpi.proof.rows import Row
-from zmpi.trial import sentence
+from zmpi.proof.trial import sentence
 
 PATIENCE = 5.0  # seconds in which the other ranks fail too, or reach the end of the check
 POLL = 0.002  # seconds

@@ -4,10 +4,10 @@ gradient.
 
 import numpy as np
 
+from zmpi.numbers.sums import add_up
 from zmpi.proof.outcome import parts
 from zmpi.proof.plain import Plain
 from zmpi.proof.rows import Finding, both, first_index, largest, named_index, off
-from zmpi.sums import add_up
 
 MOVE = 3e-6  # of the weights, along a direction of standard normal numbers
 

@@ -6,7 +6,7 @@ import tracemalloc
 import weakref
 from collections import Counter
 
-from zmpi.ledger import Ledger
+from zmpi.messages.ledger import Ledger
 from zmpi.proof.rows import Row
 
 # Bytes that NumPy (or CuPy, in blocks of 512) may hold after a step beyond what is named: a third

@@ -10,9 +10,9 @@ from time import sleep
 
 import numpy as np
 
-from zmpi.comm import Communicator
+from zmpi.messages.comm import Communicator
 from zmpi.proof.rows import CLOSE, Finding, both, judged
-from zmpi.trial import STEPS
+from zmpi.proof.trial import STEPS
 
 LATE = 0.05  # seconds by which one rank enters a gather after the others
 LEARNED = 50  # steps after which losses are compared

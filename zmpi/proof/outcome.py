@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zmpi.proof.rows import Finding, both, first_index, largest, named_index, off
-from zmpi.trial import STEPS
+from zmpi.proof.trial import STEPS
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,16 @@ import numpy as np
 
 from models import plain_weights
 from models.layer import forward_backward, units, zeros_like
-from zmpi.layout import PIECES, Layout
-from zmpi.optim import Slice, sums_of_squares
-from zmpi.precision import RECIPES, Policy
+from zmpi.core.layout import PIECES, Layout
+from zmpi.numbers.optim import Slice, sums_of_squares
+from zmpi.numbers.precision import RECIPES, Policy
+from zmpi.numbers.sums import add_up
 from zmpi.proof.outcome import Outcome, Part, Taken
-from zmpi.sums import add_up
-from zmpi.trial import SEED, STEPS
+from zmpi.proof.trial import SEED, STEPS
 
 
 def plain_run(trial):
-    """The Outcome of a trial of one rank, without an engine. Updated by zmpi.optim over units
+    """The Outcome of a trial of one rank, without an engine. Updated by zmpi.numbers.optim over units
     padded as at size 1.
     """
     plain = Plain(trial)

@@ -4,9 +4,9 @@ j = m x size + r.
 
 import numpy as np
 
-from zmpi.data import Batches, Text
 from zmpi.proof.rows import Finding, judged
-from zmpi.trial import SEED
+from zmpi.proof.trial import SEED
+from zmpi.text.data import Batches, Text
 
 CONTEXT, EACH, ACCUMULATE = 5, 2, 3  # tokens, sequences per micro-batch, micro-batches
 # each token is its own place: a window says where it starts

@@ -1,5 +1,5 @@
 """The optimizers as a textbook writes them, in float64 and one array at a time: nothing here is
-shared with zmpi.optim.
+shared with zmpi.numbers.optim.
 """
 
 from math import cos, pi, sqrt

@@ -1,12 +1,12 @@
 """P1, same training: runs that must agree with each other, and with the loop without ZeRO."""
 
-from zmpi.layout import PIECES
-from zmpi.optim import SGD
+from zmpi.core.layout import PIECES
+from zmpi.core.stages import STAGES
+from zmpi.numbers.optim import SGD
 from zmpi.proof.gradients import exact_slope, gradient_at_gathered_weights
 from zmpi.proof.outcome import run
 from zmpi.proof.plain import plain_run
 from zmpi.proof.rows import CLOSE, Finding, both, judged
-from zmpi.stages import STAGES
 
 
 def stages_agree(trial):

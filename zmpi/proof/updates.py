@@ -4,7 +4,7 @@ float64.
 
 import numpy as np
 
-from zmpi.optim import SGD, AdamW, Optimizer
+from zmpi.numbers.optim import SGD, AdamW, Optimizer
 from zmpi.proof import textbook
 from zmpi.proof.outcome import parts
 from zmpi.proof.rows import Finding, both, first_index, judged, largest, named_index, off

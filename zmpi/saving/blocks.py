@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from zmpi.saving.files import Damaged, named, open_file
+from zmpi.process.files import Damaged, named, open_file
 
 BLOCK = 1 << 20  # bytes
 

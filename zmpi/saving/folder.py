@@ -18,7 +18,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from zmpi.saving.files import Damaged, named, sync_folder, write_text
+from zmpi.process.files import Damaged, named, sync_folder, write_text
 from zmpi.saving.found import LATEST, NAME, identify, newest, save_of
 from zmpi.saving.manifest import DIGEST, JSON, digest_of
 

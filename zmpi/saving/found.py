@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from zmpi.saving.files import Damaged, read_file
+from zmpi.process.files import Damaged, read_file
 from zmpi.saving.manifest import JSON, Manifest, digest_of
 
 LATEST = "latest"

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
+from zmpi.process.files import JSON_BYTES, Damaged, parse_json, read_file, sync_folder, write_text
 from zmpi.saving.blocks import BlockReader, Record, Room
-from zmpi.saving.files import JSON_BYTES, Damaged, parse_json, read_file, sync_folder, write_text
 from zmpi.saving.rules import TEXT, check, whole
 from zmpi.saving.schema import check_entries
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from zmpi.formats import LOOKED_AT, container, refuse_irregular
-from zmpi.manners.output import Output
-from zmpi.saving.files import JSON_BYTES, named, read_file
+from zmpi.process.files import JSON_BYTES, named, read_file
+from zmpi.process.output import Output
 from zmpi.saving.rules import shown
+from zmpi.text.formats import LOOKED_AT, container, refuse_irregular
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 SIZES = {

@@ -6,7 +6,7 @@ follow from the bytes that are on disk. Nothing in a manifest names code to run.
 
 from math import prod
 
-from zmpi.precision import RECIPES
+from zmpi.numbers.precision import RECIPES
 from zmpi.saving.rules import FILE_NAME, NUMBER, SCALAR, TEXT, Rule, check, one_of, or_null, whole
 
 UNSIGNED = (1 << 32) - 1

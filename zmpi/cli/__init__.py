@@ -1,0 +1,1 @@
+"""The command line: flags, how a run begins and resumes, what it prints and logs."""

@@ -1,0 +1,96 @@
+"""The optimizer of a command line."""
+
+from dataclasses import fields
+
+from zmpi.cli.options import named_as_flags, number, real, whole
+from zmpi.cli.own import Place, call, load_class, own_or
+from zmpi.numbers.optim import DOMAINS, SGD, AdamW, Optimizer
+
+OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
+SHARED = {"lr": 3e-3, "warmup": 20, "schedule": "cosine", "clip": 1.0}  # the command's defaults
+OTHERS = ("decay_steps", "weight_decay", "beta1", "beta2", "eps", "momentum")
+HYPERPARAMETERS = (*SHARED, *OTHERS)
+
+
+def optimizer_flags(group):
+    """Add the flags that choose the optimizer."""
+    add = group.add_argument
+    add(
+        "--optimizer",
+        type=own_or(*OPTIMIZERS),
+        metavar="|".join([*OPTIMIZERS, "FILE:CLASS"]),
+        default="adamw",
+        help="adamw or sgd, or FILE:CLASS, your own",
+    )
+    _course_flags(add)
+    numbers = {
+        "clip": "bound of the gradient's global norm (0: off)",
+        "weight_decay": "decoupled, on matrices only (default: 0.1; sgd: 0)",
+        "beta1": "decay of the first moment (default: 0.9; not for sgd)",
+        "beta2": "decay of the second moment (default: 0.95; not for sgd)",
+        "eps": "added to the root of the second moment (default: 1e-8; not for sgd)",
+        "momentum": "share of the last step's direction (default: 0; not for adamw)",
+    }
+    for name, what in numbers.items():
+        flag, default = f"--{name.replace('_', '-')}", SHARED.get(name)
+        add(flag, type=number(DOMAINS[name]), default=default, help=what)
+
+
+def _course_flags(add):
+    """Those of the learning rate."""
+    course = {
+        "lr": (
+            real(0, above=True, highest=DOMAINS["lr"].highest),
+            "learning rate after the warm-up",
+        ),
+        "warmup": (whole(0), "steps over which the learning rate rises"),
+    }
+    for name, (kind, what) in course.items():
+        add(f"--{name}", type=kind, default=SHARED[name], help=what)
+    add(
+        "--schedule",
+        choices=("cosine", "constant"),
+        default=SHARED["schedule"],
+        help="course of the learning rate after that",
+    )
+    add(
+        "--decay-steps",
+        type=whole(1),
+        help="step at which cosine reaches a tenth of --lr (default: --steps)",
+    )
+
+
+def build_optimizer(args):
+    """The optimizer of the flags. Raises ValueError for a flag that it does not have."""
+    given = {name: getattr(args, name) for name in HYPERPARAMETERS}
+    if isinstance(args.optimizer, Place):
+        found = _own_class(args.optimizer)
+        cosine = (given["schedule"] or found.schedule) == "cosine"
+        if cosine and not (given["decay_steps"] or found.decay_steps):
+            given["decay_steps"] = _decay_steps(args, found.warmup)
+        return own_optimizer(args.optimizer, given, SHARED)
+    kind = OPTIMIZERS[args.optimizer]
+    own = {field.name for field in fields(kind)}
+    given = {name: value for name, value in given.items() if value is not None}
+    foreign = [name for name in given if name not in own]
+    if foreign:
+        raise ValueError(
+            f"--{foreign[0].replace('_', '-')}: does not apply to --optimizer {args.optimizer}"
+        )
+    with named_as_flags():
+        return kind(**{**given, "decay_steps": _decay_steps(args, SHARED["warmup"])})
+
+
+def own_optimizer(place, given, defaults):
+    """The optimizer of a class of one's own; `given` and `defaults` as in own.call."""
+    return call("--optimizer", place, _own_class(place), given, defaults)
+
+
+def _own_class(place):
+    return load_class("--optimizer", place, (Optimizer,), "Optimizer")
+
+
+def _decay_steps(args, warmup):
+    """Where the cosine ends: after --steps, unless it is said; never before the warm-up does."""
+    warmup = warmup if args.warmup is None else args.warmup
+    return max(args.decay_steps or args.steps, warmup + 1)

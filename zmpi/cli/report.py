@@ -1,0 +1,86 @@
+"""What a run prints: its opening lines and its summary. Figures are of all ranks, next to the formula."""
+
+from zmpi import __version__
+from zmpi.core.stages import elements_moved, state_bytes
+from zmpi.messages.ledger import OWNED
+
+
+def opening(zero, args, text):
+    """What is about to run, in a few lines: everything that was chosen for the user is named."""
+    world = zero.world
+    parameters = sum(unit.layout.elements for unit in zero.units.values())
+    evaluated = f"{text.evaluated} sequence{'s' * (text.evaluated > 1)}"
+    held_out = (
+        f"{len(text.held_out):,} held out (an evaluation uses the first {evaluated})"
+        if len(text.held_out)
+        else "none held out (too short)"
+    )
+    different = len(text.train) - text.context  # windows to draw a step's sequences from
+    few = different < args.micro_batch * args.accumulate * world.size
+    repeated = f" (only {different} different sequence{'s' * (different > 1)})" if few else ""
+    plural = "s" if world.size > 1 else ""
+    return (
+        f"zmpi {__version__}: {args.model}, {parameters:,} parameters, stage {zero.stage.number} on {world.size} rank{plural},"
+        f" {zero.policy.recipe.describe(len(zero.optimizer.moments))}\n"
+        f"{_where(world)}, reduction {zero.comm.reduction},"
+        f" {world.threads} thread(s) per rank, {world.library}\n"
+        f"data {args.data}: {len(text.train):,} tokens for training{repeated}, {held_out}; a step is"
+        f" {args.micro_batch} x {args.accumulate} x {world.size} sequences (micro-batch x accumulate x ranks)"
+    )
+
+
+def _where(world):
+    """Device and transport, and the reason where they were chosen for the user."""
+    device = f"device {world.device.name}" + (
+        f" (auto: {world.device.why})" if world.device.why else ""
+    )
+    return f"{device}, transport {world.transport}" + (
+        f" ({world.transport_why})" if world.transport == "staged" else ""
+    )
+
+
+def summary(zero, log, seconds):
+    """The end of a run: losses, speed, and bytes and elements beside their formulas. `seconds` is the median step's."""
+    last, evaluation = log.last, log.last_evaluation
+    layouts = [unit.layout for unit in zero.units.values()]
+    sizes = {layout.name: layout.elements for layout in layouts}
+    padded, moments = sum(layout.padded for layout in layouts), len(zero.optimizer.moments)
+    formula = state_bytes(zero.stage, padded, zero.comm.shards, zero.policy.recipe, moments)
+    moved = elements_moved(
+        zero.stage, zero.schedule, sizes, zero.last.micro_batches, zero.comm.ordered
+    )
+    held_out = f"; validation {_loss(evaluation['val_loss'])}" if evaluation else ""
+    lines = [
+        f"loss    training {_loss(last['loss'])} at step {last['step']}{held_out} (nat per token)",
+        *_skipped(zero),
+        f"speed   {last['tokens'] / seconds:,.0f} tokens/s (median step {seconds * 1e3:.1f} ms)",
+        f"{'bytes per rank':24}{'formula':>16}{'measured, lowest and highest rank':>36}",
+    ]
+    for kind in OWNED:
+        lines.append(f"  {kind:22}{formula[kind]:>16,}{_range(last['memory'][kind]):>36}")
+    for kind, name in (
+        ("full_peak", "gathered, at peak"),
+        ("work", "work buffers, at peak"),
+        ("peak", "process, at peak"),
+    ):
+        lines.append(f"  {name:22}{'':>16}{_range(last['memory'][kind]):>36}")
+    lines.append(f"{'elements per step':24}{'formula':>16}{'measured, rank 0':>36}")
+    for kind, expected in moved.items():
+        lines.append(f"  {kind:22}{expected:>16,}{last['comm'][kind]['elements']:>36,}")
+    return "\n".join(lines)
+
+
+def _loss(value):
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _skipped(zero):
+    """A line for a run whose steps may be skipped; it counts those before a resume too."""
+    if zero.policy.precision != "float16":
+        return []
+    return [f"skipped {zero.step - zero.updates} of {zero.step} steps (gradients overflowed)"]
+
+
+def _range(values):
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} - {high:,}"

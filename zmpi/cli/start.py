@@ -1,0 +1,99 @@
+"""How a command that runs on all ranks begins: one command line, parsed by every rank and answered by one."""
+
+from zmpi.cli.options import FileName, Told, real
+from zmpi.cli.own import Place, load_class
+from zmpi.core.engine import ZeRO
+from zmpi.messages.comm import Communicator
+from zmpi.messages.world import MPI, World
+from zmpi.process.agree import same_on_all_ranks
+from zmpi.process.errors import UsageError, one_line
+from zmpi.process.launch import end_before_mpi
+from zmpi.process.streams import check_printed, forgiving_output
+
+WORLD = ("device", "transport", "reduction", "timeout")  # the flags that a World is made of
+
+LOADING = "mpi4py cannot load an MPI library"
+REMEDY = "load your site's MPI, or install one into this environment (pip install mpich)"
+
+
+def world_flags(group, timeout=300):
+    """Add the flags that `start` makes a World of. `timeout`: the default, in seconds."""
+    add = group.add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where arrays live")
+    add(
+        "--transport",
+        choices=("auto", "direct", "staged"),
+        default="auto",
+        help="how device memory reaches MPI",
+    )
+    add(
+        "--timeout",
+        type=real(0, above=True),
+        default=timeout,
+        help="seconds after which a stuck collective ends the run",
+    )
+
+
+def start(parser, argv):
+    """(arguments, world) of the command. --help and --version are printed once and end it, and so does a wrong flag."""
+    forgiving_output()
+    _load_mpi(parser.prog)
+    fault = told = None
+    settings = {"device": "cpu"}
+    try:
+        args = parser.parse_args(argv)
+        settings = {name: getattr(args, name) for name in WORLD if hasattr(args, name)}
+    except UsageError as error:
+        fault = error
+    except Told as text:
+        told = text
+    world = World(**settings)  # arms the process: rank 0 prints an error, all end with it
+    with world.agreed():
+        if fault:
+            raise ValueError(str(fault))
+    same_on_all_ranks(world, {"--help": "asked for" if told else "not asked for"})
+    if told:
+        with world.agreed():
+            if world.rank == 0:
+                print(told, end="")
+            check_printed()
+        raise SystemExit(0)
+    flags = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
+    same_on_all_ranks(world, {flag: _common(value) for flag, value in flags.items()})
+    return args, world
+
+
+def refuse_different_texts(world, text):
+    """Raise UsageError on all ranks where one reads another text than rank 0, or a copy that was cut short. Collective."""
+    with world.agreed():
+        fingerprint = text.fingerprint
+    same_on_all_ranks(world, {f"--data: {name}": value for name, value in fingerprint.items()})
+
+
+def _common(value):
+    """What ranks need to have in common of a flag's value. Files may lie elsewhere on each node."""
+    if isinstance(value, Place):
+        return value.identity()
+    return "a path" if isinstance(value, FileName) else str(value)
+
+
+def _load_mpi(command):
+    """Without MPI there is nobody to agree with: one process speaks."""
+    try:
+        MPI.COMM_WORLD  # noqa: B018  (its first use loads it)
+    except (ImportError, RuntimeError) as error:
+        fault = one_line(str(error).strip().partition("\n")[0])
+        end_before_mpi(f"{command}: error: {LOADING}: {fault}; {REMEDY}")
+
+
+def engine_of(place):
+    """The engine class that `--comm FILE:CLASS` names; ZeRO itself for None, or "zmpi".
+
+    CLASS is a Communicator of the user's own, or a ZeRO with other parts. Raises ValueError where it is neither.
+    """
+    if place in (None, "zmpi"):
+        return ZeRO
+    found = load_class("--comm", place, (ZeRO, Communicator), "Communicator or ZeRO")
+    if issubclass(found, ZeRO):
+        return found
+    return type(f"ZeROWith{found.__name__}", (ZeRO,), {"make_communicator": found})

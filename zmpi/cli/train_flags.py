@@ -1,0 +1,155 @@
+"""The flags of zmpi.train, and what contradicts what among them."""
+
+from zmpi.cli.model_flags import SEEDS, model_flags
+from zmpi.cli.optimizer_flags import OPTIMIZERS, optimizer_flags
+from zmpi.cli.options import (
+    auto_or,
+    check_files,
+    file_name,
+    whole,
+)
+from zmpi.cli.own import own_or
+from zmpi.cli.start import world_flags
+from zmpi.numbers.precision import LOSS_SCALE, RECIPES, Policy
+from zmpi.text.data import EVALUATED
+
+
+def train_flags(flags):
+    """Add all flags to the command's parser, in groups."""
+    model_flags(flags.add_argument_group("model"))
+    _training_flags(flags.add_argument_group("training"))
+    optimizer_flags(flags.add_argument_group("optimizer"))
+    run = flags.add_argument_group("how it is run")
+    _state_flags(run)
+    step_flags(run)
+    world_flags(run)
+    _output_flags(flags.add_argument_group("what is kept"))
+
+
+def _training_flags(group):
+    add = group.add_argument
+    add(
+        "--data",
+        type=file_name,
+        default="builtin",
+        help="builtin, a text file (tokens are bytes), or a .bin file (uint16)",
+    )
+    add("--micro-batch", type=whole(1), default=8, help="sequences per rank and micro-batch")
+    add("--accumulate", type=whole(1), default=1, help="micro-batches per step and rank")
+    add("--steps", type=whole(1), default=200, help="steps in total")
+    add("--seed", type=whole(0, SEEDS), default=0, help="seed of weights and data")
+    add(
+        "--eval-every",
+        type=whole(0),
+        default=0,
+        help=f"steps between evaluations of up to {EVALUATED} sequences (0: at the end only)",
+    )
+
+
+def _state_flags(group):
+    add = group.add_argument
+    add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage: what is sharded")
+    add(
+        "--precision",
+        choices=[name for name in RECIPES if name != "float64"],
+        default="float32",
+        help="number types",
+    )
+    add(
+        "--loss-scale",
+        type=auto_or(LOSS_SCALE),
+        default="auto",
+        help="auto, or a fixed number (float16 only)",
+    )
+    window = Policy.loss_scale_window
+    add(
+        "--loss-scale-window",
+        type=whole(1),
+        default=window,
+        help="good steps before the loss scale doubles (float16 only)",
+    )
+
+
+def step_flags(group):
+    """Add the flags of how a step is carried out."""
+    add = group.add_argument
+    add(
+        "--reduction",
+        choices=("auto", "mpi", "ordered"),
+        default="auto",
+        help="who sums gradients: MPI, or the owner",
+    )
+    add(
+        "--comm",
+        type=own_or("zmpi"),
+        metavar="FILE:CLASS",
+        help="a Communicator or ZeRO of your own (default: zmpi, its own)",
+    )
+    add(
+        "--prefetch",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="gathers started before they are needed",
+    )
+    add(
+        "--recompute",
+        action="store_true",
+        help="keep layer inputs only, and run each forward again",
+    )
+
+
+def _output_flags(group):
+    add = group.add_argument
+    add("--log", type=file_name, metavar="FILE", help="one JSON object per step (default: no log)")
+    add(
+        "--checkpoint",
+        type=file_name,
+        metavar="DIR",
+        help="folder of checkpoints, one job at a time (default: none)",
+    )
+    add("--save-every", type=whole(1), help="steps between checkpoints (default: at the end only)")
+    add("--keep", type=whole(1), help="checkpoints that are kept (default: 3)")
+    add(
+        "--resume",
+        action="store_true",
+        help="continue from the newest complete checkpoint, with its training flags",
+    )
+    add(
+        "--init-from",
+        type=file_name,
+        metavar="DIR",
+        help="published GPT-2 to start from (default: fresh weights)",
+    )
+    trace = "timeline of the last 100 steps (.json, for Perfetto) or of one (.txt) (default: none)"
+    add("--trace", type=file_name, metavar="FILE", help=trace)
+
+
+def refuse(args):
+    """Flags that contradict each other: never quietly ignored."""
+    if args.schedule == "constant" and args.decay_steps is not None:
+        raise ValueError("--decay-steps: --schedule constant has none")
+    both = args.decay_steps is not None and args.optimizer in OPTIMIZERS
+    if both and not args.resume and args.decay_steps <= args.warmup:
+        raise ValueError(
+            f"--decay-steps: expected more than --warmup {args.warmup}, got {args.decay_steps}"
+        )
+    for name in ("save_every", "keep", "resume"):
+        if getattr(args, name) and not args.checkpoint:
+            raise ValueError(f"--{name.replace('_', '-')}: needs --checkpoint DIR")
+    if args.resume and args.init_from:
+        raise ValueError(
+            "--init-from: --resume takes the weights from the checkpoint; give one of the two"
+        )
+
+
+def check_outputs(args):
+    """Raise ValueError, before anything is run, where a file could not be written or is named twice."""
+    others = {
+        "--data": None if args.data == "builtin" else args.data,
+        "--checkpoint": args.checkpoint,
+    }
+    for name in ("comm", "model", "optimizer"):
+        if ":" in (getattr(args, name) or ""):
+            others[f"--{name}"] = getattr(args, name).rpartition(":")[0]
+    check_files({"--log": args.log, "--trace": args.trace}, others)

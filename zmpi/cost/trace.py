@@ -1,0 +1,215 @@
+"""The timeline of the running engine, one lane per rank: as Chrome trace events (Perfetto opens them), or as lines of text."""
+
+import json
+import re
+from collections import deque
+from pathlib import Path
+from time import perf_counter
+
+from zmpi.cost.watch import Watch
+from zmpi.process.output import Output
+from zmpi.process.table import table
+
+STEPS = 100  # that a trace keeps, the last ones: a long run's trace must not grow with it
+ROUNDS = 20  # of the messages by which two clocks are compared
+AMOUNTS = ("elements", "bytes_sent", "blocked_s")
+
+
+class Trace(Watch):
+    """A ledger that writes down what was done when. Its events are dictionaries.
+
+    {"step", "verb", "name", "start", "end"} (seconds on this rank's clock), and what the ledger booked meanwhile.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.steps = deque(maxlen=STEPS)  # lists of events, in the order in which they began
+        self._under_way = []
+
+    def begin_step(self):
+        super().begin_step()
+        number = self.steps[-1][0]["step"] + 1 if self.steps else 1
+        self.steps.append(
+            [
+                {
+                    "step": number,
+                    "verb": "step",
+                    "name": str(number),
+                    "start": perf_counter(),
+                    "end": None,
+                }
+            ]
+        )
+
+    def began(self):
+        verb, name = self.place
+        event = {
+            "step": self._step(),
+            "verb": verb,
+            "name": name,
+            "start": perf_counter(),
+            "end": None,
+        }
+        self._under_way.append(event)
+        if self._recording():
+            self.steps[-1].append(event)
+
+    def ended(self):
+        end = perf_counter()
+        self._under_way.pop()["end"] = end
+        if self._recording():
+            self.steps[-1][0]["end"] = end
+
+    def book(self, kind, unit, **amounts):
+        """Also add the amounts to the event under way. What is booked outside any is an event of its own."""
+        super().book(kind, unit, **amounts)
+        if self._under_way:
+            event = self._under_way[-1]
+        elif self._recording():
+            end = perf_counter()
+            event = {
+                "step": self._step(),
+                "verb": "agree",
+                "name": unit,
+                "start": end - amounts["blocked_s"],
+                "end": end,
+            }
+            self.steps[-1].append(event)
+        else:
+            return
+        for amount in AMOUNTS:
+            if amounts.get(amount):
+                event[amount] = event.get(amount, 0) + amounts[amount]
+
+    def events(self):
+        """All events of the steps that are kept."""
+        return [event for step in self.steps for event in step if event["end"] is not None]
+
+    def _recording(self):
+        return self.steps and not self._as_other  # an evaluation is no part of a step
+
+    def _step(self):
+        return self.steps[-1][0]["step"] if self.steps else 0
+
+
+def open_trace(path):
+    """The Output of --trace. Raises ValueError for a file of another kind than a trace can have."""
+    kinds = {".json": r'{"traceEvents": ', ".txt": r"rank \d+  .* ms$"}  # as their first lines are
+    suffix = Path(path).suffix
+    if suffix not in kinds:
+        raise ValueError(f"--trace: expected a file that ends in .json or .txt, got {path}")
+    own = re.compile(kinds[suffix].encode())
+    return Output("--trace", path, own.match, "a trace of zmpi.train")
+
+
+def write_trace(output, zero):
+    """Write what the engine's Trace holds to an Output, on rank 0; all ranks call it. Raises UsageError on all."""
+    lanes = aligned(zero.world, zero.ledger.events())
+    with zero.world.agreed():
+        if zero.world.rank == 0:
+            text = Path(output.path).suffix == ".txt"
+            output.replace(as_text(lanes) if text else json.dumps(as_chrome(lanes)))
+
+
+def aligned(world, events):
+    """Every rank's events, in rank order, in seconds after the first of all; on rank 0 alone, elsewhere None.
+
+    The clocks differ between nodes: each rank's is set by the quickest of several messages to rank 0 and back.
+    """
+    offset = _clock_offset(world)
+    mine = [
+        {**event, "start": event["start"] - offset, "end": event["end"] - offset}
+        for event in events
+    ]
+    with world.guard.waiting("the trace's events"):
+        lanes = world.mpi.gather(mine)
+    if lanes is None:
+        return None
+    zero = min((event["start"] for lane in lanes for event in lane), default=0.0)
+    return [
+        [{**event, "start": event["start"] - zero, "end": event["end"] - zero} for event in lane]
+        for lane in lanes
+    ]
+
+
+def _clock_offset(world):
+    """How many seconds this rank's clock is ahead of rank 0's."""
+    with world.guard.waiting(
+        "the clocks"
+    ):  # one wait for all messages: ranks are compared by the number of their waits
+        if world.rank:
+            for _ in range(ROUNDS):
+                world.mpi.recv(source=0)
+                world.mpi.send(perf_counter(), dest=0)
+            return world.mpi.recv(source=0)
+        for rank in range(1, world.size):
+            rounds = []
+            for _ in range(ROUNDS):
+                sent = perf_counter()
+                theirs = world.mpi.sendrecv(None, dest=rank, source=rank)
+                back = perf_counter()
+                rounds.append((back - sent, theirs - (sent + back) / 2))
+            world.mpi.send(min(rounds)[1], dest=rank)
+    return 0.0
+
+
+def as_chrome(lanes):
+    """Chrome's trace event format: complete events ("X") in microseconds, one thread per rank."""
+    events = []
+    for rank, lane in enumerate(lanes):
+        events.append(
+            {
+                "name": "thread_name",
+                "ph": "M",
+                "pid": 0,
+                "tid": rank,
+                "args": {"name": f"rank {rank}"},
+            }
+        )
+        for event in lane:
+            start, seconds = event["start"], event["end"] - event["start"]
+            details = {key: value for key, value in event.items() if key in ("step", *AMOUNTS)}
+            what = {
+                "name": f"{event['verb']} {event['name']}",
+                "cat": event["verb"],
+                "ph": "X",
+                "pid": 0,
+                "tid": rank,
+            }
+            events.append({**what, "ts": start * 1e6, "dur": seconds * 1e6, "args": details})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def as_text(lanes):
+    """The last step, a line for each event of each rank, in the order in which they began."""
+    last = max((event["step"] for lane in lanes for event in lane), default=None)
+    if last is None:
+        return ""
+    found = [
+        (event["start"], rank, event)
+        for rank, lane in enumerate(lanes)
+        for event in lane
+        if event["step"] == last
+    ]
+    found.sort(key=lambda entry: entry[:2])
+    first, rows = found[0][0], []
+    for start, rank, event in found:
+        began, took = (start - first) * 1e3, (event["end"] - start) * 1e3
+        what = f"{event['verb']} {event['name']}", _said(event, len(lanes))
+        rows.append((f"rank {rank}", *what, f"at {began:.2f} ms", f"for {took:.2f} ms"))
+    return table(rows, left=3) + "\n"
+
+
+def _said(event, ranks):
+    """What an event's line says beside its name."""
+    elements = f"{event.get('elements', 0):,} elements"
+    blocked = f"{event.get('blocked_s', 0) * 1e3:.2f} ms blocked"
+    return {
+        "gather": f"{elements} from {ranks} ranks",
+        "wait": blocked,
+        "reduce": f"{elements} over {ranks} ranks, {blocked}"
+        if "elements" in event
+        else "kept for the next micro-batch",
+        "update": f"then {elements} gathered, {blocked}" if "elements" in event else "",
+        "agree": f"{event.get('elements', 0):,} numbers of each rank, {blocked}",
+    }.get(event["verb"], "")

@@ -1,0 +1,119 @@
+"""The ledger: what was moved and what is alive, in elements and bytes. Counted where it happens, never estimated."""
+
+import weakref
+from collections import Counter, defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from zmpi.messages.memory import peak_resident_bytes
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "other")
+OWNED = ("parameters", "gradients", "optimizer")
+# the kinds of work buffers; pinned memory is the host's
+WORK = ("partial", "widened", "sum", "message", "pinned")
+
+
+@dataclass
+class Moved:
+    """One kind of collective in one step, as this rank saw it."""
+
+    calls: int = 0  # MPI calls
+    elements: int = 0  # the paper's count: unpadded, the same at one rank
+    bytes_sent: int = 0  # (ranks - 1) x shard length x bytes per element, padding included
+    padding_bytes: int = 0  # of which padding
+    blocked_s: float = 0.0  # seconds in which the caller waited inside MPI
+
+
+class _Life(weakref.ref):
+    """A tracked array's: calls the ledger when it ends. (weakref.finalize does that at several times the cost.)"""
+
+    __slots__ = ("kind", "nbytes")
+
+
+class Ledger:
+    """One engine's books. `track` measures real lifetimes: an array is alive until its memory is given back."""
+
+    def __init__(self):
+        self.moved = defaultdict(Moved)  # (kind, unit) -> Moved
+        # the part of it that was booked as other since the step began
+        self._outside = defaultdict(Moved)
+        self.alive = Counter()  # kind of memory -> bytes
+        self.peak = Counter()  # kind of memory -> highest bytes since the step began
+        self.work_peak = 0  # highest sum over the kinds of work buffers
+        self.peak_bytes = (
+            peak_resident_bytes  # the highest that the process held, all things together
+        )
+        self._lives = {}  # id -> the _Life of each array that is alive
+        self._as_other = False
+
+    def begin_step(self):
+        """Start the books of a new step. They open with what moved between the last one and this, under "other"."""
+        self.moved, self._outside = self._outside, defaultdict(Moved)
+        self.peak = Counter(self.alive)
+        self.work_peak = self._work()
+
+    # -- what was moved -------------------------------------------------------------------------------------------
+
+    def book(self, kind, unit, **amounts):
+        """Add amounts (fields of Moved) to a kind of collective; inside `as_other`, to "other"."""
+        books = (self.moved, self._outside) if self._as_other else (self.moved,)
+        for book in books:
+            entry = book["other" if self._as_other else kind, unit]
+            for field, amount in amounts.items():
+                setattr(entry, field, getattr(entry, field) + amount)
+
+    @contextmanager
+    def as_other(self):
+        """Book what is moved inside (evaluation, checkpoints) under "other"."""
+        outer, self._as_other = self._as_other, True
+        try:
+            yield
+        finally:
+            self._as_other = outer
+
+    # -- what is alive --------------------------------------------------------------------------------------------
+
+    def track(self, kind, array):
+        """Book the array's bytes as alive until its memory is really given back; returns the array.
+
+        The array must own its memory: a view elsewhere, a forgotten name or a reference in a closure keeps it alive, and
+        so in the books.
+        """
+        alive = self.alive[kind] = self.alive[kind] + array.nbytes
+        if alive > self.peak[kind]:
+            self.peak[kind] = alive
+        if kind in WORK:
+            self.work_peak = max(self.work_peak, self._work())
+        life = _Life(array, self._died)
+        life.kind, life.nbytes = kind, array.nbytes
+        self._lives[id(life)] = life
+        return array
+
+    def _died(self, life):
+        del self._lives[id(life)]
+        self.alive[life.kind] -= life.nbytes
+
+    def _work(self):
+        return sum(self.alive[kind] for kind in WORK)
+
+    # -- the log's entries ----------------------------------------------------------------------------------------
+
+    def __getitem__(self, name):
+        """The log's entry "comm" or "memory" of the step, for this rank."""
+        return {"comm": self._comm, "memory": self._memory}[name]()
+
+    def _comm(self):
+        totals = {kind: Moved() for kind in KINDS}
+        for (kind, _), entry in self.moved.items():
+            for field, amount in vars(entry).items():
+                setattr(totals[kind], field, getattr(totals[kind], field) + amount)
+        return {kind: vars(total) for kind, total in totals.items()}
+
+    def _memory(self):
+        owned = {kind: self.peak[kind] for kind in OWNED}
+        return {
+            **owned,
+            "full_peak": self.peak["full"],
+            "work": self.work_peak,
+            "peak": self.peak_bytes(),
+        }

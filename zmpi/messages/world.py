@@ -1,0 +1,146 @@
+"""The processes of a run. Beside comm.py, the only file that talks to MPI; the one that imports mpi4py."""
+
+import atexit
+import ctypes
+import os
+import sys
+from copy import copy
+
+from zmpi.messages.cuda_aware import choose_transport, cuda_awareness
+from zmpi.messages.device import choose_device
+from zmpi.messages.under_way import Lane, UnderWay
+from zmpi.numbers.domains import Domain
+from zmpi.process.agree import agreed
+from zmpi.process.blas import set_threads
+from zmpi.process.guard import arm
+from zmpi.process.launch import lonely_launch
+
+
+class _Mpi:
+    """The module mpi4py.MPI, imported (which starts MPI) at its first use: zmpi.plan runs where there is no MPI."""
+
+    def __getattr__(self, name):
+        from mpi4py import MPI
+
+        self.__dict__[name] = getattr(MPI, name)
+        return self.__dict__[name]
+
+
+MPI = _Mpi()
+TIMEOUT = Domain(above=True)  # seconds
+
+
+class World:
+    """The MPI processes of this run: who they are, what they were asked for, and that none of them waits for ever.
+
+    Making one arms the process (see guard.py). `timeout` is in seconds; a collective that takes longer ends the run.
+    """
+
+    transport, transport_why = "host", ""  # how vectors reach MPI (see transport.py), and why so
+
+    def __init__(self, device="auto", transport="auto", reduction="auto", timeout=300):
+        self.mpi = MPI.COMM_WORLD
+        self.rank, self.size = self.mpi.rank, self.mpi.size
+        multiple = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self.guard = arm(self.mpi, self.mpi.Abort, MPI.Is_finalized, multiple)
+        self.guard.program = _program()
+        self.guard.meet(timeout if TIMEOUT.fits(timeout) else 300)
+        local_rank = self._rank_on_this_node()
+        with self.agreed():
+            TIMEOUT.of("--timeout", timeout)
+            lonely = lonely_launch(os.environ, self.size, self.library)
+            if lonely:
+                raise ValueError(lonely)
+            self.device = choose_device(device, local_rank)
+            if reduction not in ("auto", "mpi", "ordered"):
+                raise ValueError(f"--reduction: expected auto, mpi or ordered; got {reduction!r}")
+        self.lane = self.guard.lane = self.guard.lane or self._new_lane()
+        self.transport, self.transport_why = self.transport_for(self.device.name, transport)
+        self.reduction = reduction
+        self.threads = set_threads(os.environ)
+
+    def twin(self, reduction=None, alone=False):
+        """This world with another reduction, or with this process as its only rank (every rank has its own then)."""
+        twin = self.part(MPI.COMM_SELF) if alone else copy(self)
+        twin.reduction = reduction or self.reduction
+        return twin
+
+    def part(self, mpi):
+        """This world on another communicator, which is made of some of its ranks, this one among them."""
+        part = copy(self)
+        part.mpi, part.rank, part.size = mpi, mpi.rank, mpi.size
+        part.lane = Lane(mpi, self.lane.under_way)
+        return part
+
+    def settle(self, started=None):
+        """Bring the ranks back into step, wherever exceptions left them. Collective.
+
+        What all ranks have started is completed. What only some have started never will be: it keeps its vectors, and
+        vectors travel on a new communicator. `started` is every rank's `lane.started`, if it is known already.
+        """
+        started = self.share(self.lane.started) if started is None else started
+        with self.guard.waiting("what a step before left under way"):
+            self.lane.settle(started, self.mpi.Dup)
+
+    def _new_lane(self):
+        """One for the process, however many Worlds it makes."""
+        under_way = UnderWay()
+        atexit.register(under_way.keep)
+        with self.guard.waiting("agreement"):
+            return Lane(self.mpi.Dup(), under_way)
+
+    def transport_for(self, device, asked="auto"):
+        """(transport, why) of arrays on a device, "cpu" or "cuda", on this MPI. Collective; touches no GPU."""
+        kinds = self.mpi.Get_info().get("mpi_memory_alloc_kinds", "")
+        answer = device, *cuda_awareness(ctypes.CDLL(MPI.__file__), kinds, os.environ)
+        answers = self.share(answer)
+        with self.agreed():
+            return choose_transport(asked, answers)
+
+    def _rank_on_this_node(self):
+        with self.guard.waiting("agreement"):
+            node = self.mpi.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+            rank = node.rank
+            node.Free()
+        return rank
+
+    @property
+    def library(self):
+        """The MPI library and its version, in one line."""
+        return MPI.Get_library_version().split("\n")[0].strip().rstrip("\0")
+
+    @property
+    def standard(self):
+        """(version of the MPI standard, thread level of this process), in words."""
+        names = {
+            MPI.THREAD_SINGLE: "single",
+            MPI.THREAD_FUNNELED: "funneled",
+            MPI.THREAD_SERIALIZED: "serialized",
+        }
+        return "{}.{}".format(*MPI.Get_version()), names.get(MPI.Query_thread(), "multiple")
+
+    def reduction_for(self, recipe):
+        """How gradients of this recipe are reduced, "mpi" or "ordered"; raises ValueError for what MPI cannot do."""
+        narrow = recipe.gradient.itemsize < 4
+        if self.reduction == "mpi" and narrow:
+            raise ValueError(
+                f"--reduction: mpi cannot sum {recipe.name} (MPI has no portable 16-bit float); use ordered"
+            )
+        if self.reduction == "auto":
+            return "ordered" if narrow or self.device.name != "cpu" else "mpi"
+        return self.reduction
+
+    def share(self, thing, name="agreement"):
+        """Every rank's `thing` (small, of plain Python types), as a list in rank order, on every rank."""
+        with self.guard.waiting(name):
+            return self.mpi.allgather(thing)
+
+    def agreed(self):
+        """What goes wrong in the `with` block on any rank is one error on all (see agree.py). Collective."""
+        return agreed(self)
+
+
+def _program():
+    """What opens a line of error: the command that is running, or zmpi."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # pdb leaves none
+    return spec.name if spec and spec.name.startswith("zmpi.") else "zmpi"

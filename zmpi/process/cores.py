@@ -1,0 +1,51 @@
+"""How the ranks of a node share its cores. Needed before MPI and NumPy are loaded: both read the environment once."""
+
+import os
+from math import inf
+
+from zmpi.process.cgroup import core_quota
+from zmpi.process.launch import ranks_on_this_node
+
+SYSTEM = "/"  # the root of /proc and /sys
+
+
+def cores(environ) -> tuple[int, int]:
+    """(cores this process may use, cores all ranks of this node may use together).
+
+    The second is what the parent, the launcher's node process, may use: fewer than the machine has where a container or
+    Slurm lends a part of it, and more than the first where the launcher binds every rank to cores of its own.
+    """
+    own, together = _whole(core_quota("self", SYSTEM)), _whole(core_quota(os.getppid(), SYSTEM))
+    if not hasattr(os, "sched_getaffinity"):
+        bound = parents = os.cpu_count() or 1
+    else:
+        bound = len(os.sched_getaffinity(0))
+        try:
+            parents = max(bound, len(os.sched_getaffinity(os.getppid())))
+        except OSError:  # the parent is gone, or hidden from this name space
+            parents = bound
+    lent = environ.get("SLURM_CPUS_ON_NODE", "")
+    lent = int(lent) if lent.isdecimal() and int(lent) else inf
+    return min(bound, own), min(parents, together, lent)
+
+
+def share_of_cores(environ) -> int:
+    """A rank's share of its node's cores, at least 1."""
+    own, together = cores(environ)
+    return max(1, min(own, together // ranks_on_this_node(environ)))
+
+
+def wait_politely(environ) -> bool:
+    """Where a node has more ranks than cores, let MPICH's waiting ranks give up theirs; returns whether it has.
+
+    MPI waits in a busy loop, which holds a core that the awaited rank may need. A value the user set is kept.
+    """
+    crowded = ranks_on_this_node(environ) > cores(environ)[1]
+    if crowded:
+        environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")  # read when MPI starts
+    return crowded
+
+
+def _whole(quota):
+    """Cores that are there all the time: a thread on a part of one would hold up the others."""
+    return max(1, int(quota)) if quota < inf else inf

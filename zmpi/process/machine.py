@@ -1,0 +1,55 @@
+"""What a run runs on: in words, and the memory that it may use."""
+
+import os
+import platform
+import sys
+
+import numpy as np
+
+from zmpi.process.cgroup import memory_left, memory_limit
+from zmpi.process.cores import cores
+from zmpi.process.launch import launcher
+
+
+def machine(world):
+    """{"hosts", "cpu", "cores", "system", "python", "numpy", "mpi", "launcher", "threads", "device"}; all ranks call it."""
+    hosts = world.share(platform.node(), "the machines' names")
+    return {
+        "hosts": len(set(hosts)),
+        "cpu": cpu_name(),
+        "cores": cores(os.environ)[1],
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "mpi": " ".join(world.library.split()),
+        "launcher": launcher(os.environ),
+        "threads": world.threads,
+        "device": world.device.name,
+    }
+
+
+def cpu_name():
+    """The processor's name, as well as the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            return next(
+                line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+            )
+    except (OSError, StopIteration):
+        return platform.processor() or sys.platform
+
+
+def node_memory(system="/"):
+    """(bytes that all processes of this node may use together, what sets that bound). `system`: the root of /proc and /sys."""
+    physical, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit(system)
+    return (limit, "the memory limit is") if limit < physical else (physical, "this machine has")
+
+
+def free_node_memory(system="/"):
+    """Bytes that processes of this node may still take together; None where the system does not say."""
+    try:
+        with open(os.path.join(system, "proc/meminfo"), encoding="ascii") as lines:
+            free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+    return min(free << 10, memory_left(system))

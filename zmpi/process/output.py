@@ -1,0 +1,139 @@
+"""The files that a command writes for its user: a log, a trace, figures. No MPI in here.
+
+Each is opened before the work begins and held until the end, so that the work is not lost for want of it:
+
+    a link         is followed, even to a missing target, and stays a link
+    an older file  is replaced if this command wrote it; any other file is refused and stays as it is
+    another job    with the same file is refused: a lock, which dies with the process (`unlocked`: there are none here)
+    stdout         (/dev/stdout, or a file that it was redirected to) is written where the command itself prints
+    a refusal      leaves everything as it was
+"""
+
+import errno
+import fcntl
+import os
+from contextlib import contextmanager, suppress
+from stat import S_ISREG
+
+from zmpi.process.files import named
+
+HEAD = 1 << 24  # bytes at the beginning of a file that are read to recognise it
+
+
+class Output:
+    """A file that is written for the user, from opening to close(); only appended to, so that it may be rotated.
+
+    `recognise(head)` tells from the first HEAD bytes whether a file is the command's own, `kind` what it should be ("a
+    log of zmpi.train"). Raises ValueError, with flag and path, for what cannot be written or must not be replaced.
+    """
+
+    def __init__(self, flag, path, recognise, kind):
+        self.flag, self.path, self.unlocked = flag, path, False
+        self._made = not os.path.exists(path)
+        with self._named():
+            self._file, self.regular = self._open_locked()
+        try:
+            if self.size() and not recognise(self._head()):
+                raise ValueError(
+                    f"{flag}: {path} exists and is not {kind}; choose another file, or remove it"
+                )
+        except ValueError:
+            self.close()
+            raise
+
+    def size(self):
+        """Bytes in the file; 0 for a pipe or a device."""
+        return os.fstat(self._file).st_size if self.regular else 0
+
+    def lines(self):
+        """The file's lines, as bytes; none of a pipe or a device."""
+        if self.regular:
+            with self._named(), open(os.dup(self._file), "rb") as file:
+                file.seek(0)
+                yield from file
+
+    def cut(self, length):
+        """Keep the first `length` bytes of a file; of a pipe or a device nothing is taken back."""
+        if length < self.size():  # else a file that may only be appended to (chattr +a) is refused
+            with self._named():
+                os.ftruncate(self._file, length)
+
+    def write(self, data):
+        """Append bytes, or an array's. Where that fails, nothing of them is left in a file."""
+        before, rest = self.size(), memoryview(data).cast("B")
+        try:
+            with self._named():
+                while rest:
+                    rest = rest[os.write(self._file, rest) :]
+        except ValueError:
+            with suppress(ValueError):
+                self.cut(before)
+            raise
+
+    def replace(self, text):
+        """Write the whole file anew."""
+        self.cut(0)
+        self.write(text.encode())
+
+    def close(self):
+        """Let other jobs use the file. One that was made here and stayed empty is removed."""
+        if self._file is None:
+            return
+        if self._made and self.regular and not self.size():
+            with suppress(OSError):
+                os.unlink(os.path.realpath(self.path))
+        os.close(self._file)
+        self._file = None
+
+    def _head(self):
+        with self._named():
+            return os.pread(self._file, HEAD, 0)
+
+    def _open_locked(self):
+        """(descriptor, whether it is a file of its own)."""
+        stream = _own_stream(self.path)
+        if stream is not None:
+            return os.dup(stream), False
+        special = os.path.exists(self.path) and not os.path.isfile(self.path)
+        access = os.O_WRONLY | os.O_NOCTTY if special else os.O_RDWR | os.O_CREAT
+        while True:
+            file = os.open(self.path, access | os.O_APPEND, 0o666)
+            if not S_ISREG(os.fstat(file).st_mode):
+                return file, False
+            try:
+                self._lock(file)
+                if self._is_at_path(file):
+                    return file, True  # else a job that was refused removed it just now
+            except (OSError, ValueError):
+                os.close(file)
+                raise
+            os.close(file)
+
+    def _is_at_path(self, file):
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(file), os.stat(self.path))
+        return False
+
+    def _lock(self, file):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{self.flag}: {self.path} is in use by another job") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            self.unlocked = True  # some NFS and Lustre: each job needs a file of its own
+
+    @contextmanager
+    def _named(self):
+        with named(f"{self.flag}: {self.path}"):
+            yield
+
+
+def _own_stream(path):
+    """1 or 2 where a path is this process's own stdout or stderr, else None."""
+    for number in (1, 2):
+        with suppress(OSError):
+            if os.path.samestat(os.stat(path), os.fstat(number)):
+                return number
+    return None

@@ -1,0 +1,206 @@
+"""Text as tokens and tokens as text, which comes out as it grows. No MPI in here."""
+
+import codecs
+import os
+import sys
+from contextlib import contextmanager, suppress
+
+import numpy as np
+
+from zmpi.text.formats import refuse_irregular
+
+# What tokenizers call the end of a text or of a turn.
+ENDS = (
+    "<|endoftext|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<|end_of_text|>",
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<end_of_turn>",
+)
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how a character that lacks bytes is decoded
+PENDING = 8  # tokens whose text may wait for the rest of a character; one has 4 bytes at most
+
+
+class Bytes:
+    """Bytes are the tokens. `ids` are the tokens that have a text, `ends` those which end one."""
+
+    ids, ends = np.arange(256), ()
+
+    def encode(self, prompt):
+        return list(prompt.encode(errors="surrogateescape"))
+
+    def decoder(self):
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        return self
+
+    def add(self, token):
+        return self._utf8.decode(bytes([token]))
+
+    def rest(self):
+        return self._utf8.decode(b"", final=True)
+
+
+class Ids:
+    """Tokens are written as numbers, with commas."""
+
+    ids = None  # all of the model's
+
+    def __init__(self, ends=()):
+        self.ends = ends
+
+    def encode(self, prompt):
+        return prompt
+
+    def decoder(self):
+        self._before = ""
+        return self
+
+    def add(self, token):
+        before, self._before = self._before, ","
+        return f"{before}{token}"
+
+    def rest(self):
+        return ""
+
+
+class Words:
+    """Tokens of a tokenizer.json. What it says of batches (truncation, padding) or training (dropout) is off.
+
+    Raises ValueError, in one line, where the package fails at the file, at a prompt or at tokens.
+    """
+
+    def __init__(self, path):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise ValueError(
+                "--tokenizer: needs the package tokenizers (pip install tokenizers)"
+            ) from None
+        refuse_irregular("--tokenizer", path)
+        self._path = path
+        with _failing_in_one_line(f"--tokenizer: {path}: no tokenizer.json"):
+            self._tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            if hasattr(self._tokenizer.model, "dropout"):  # it would draw anew on every rank
+                self._tokenizer.model.dropout = None
+            self.ids = np.array(sorted(set(self._tokenizer.get_vocab().values())), np.int64)
+            added = self._tokenizer.get_added_tokens_decoder().items()
+        self.ends = tuple(number for number, token in added if token.content in ENDS)
+        if not len(self.ids):
+            raise ValueError(f"--tokenizer: {path}: its vocabulary is empty")
+
+    def encode(self, prompt):
+        """The prompt's tokens. What the tokenizer puts behind every text (its end, a separator) is left out."""
+        with _failing_in_one_line(f"--tokenizer: {self._path} cannot encode the prompt"):
+            prompt.encode()  # bytes that are no UTF-8 have come as surrogates
+            found = self._tokenizer.encode(prompt)
+            tokens, put_there = found.ids, found.special_tokens_mask
+        while tokens and put_there[len(tokens) - 1]:
+            tokens = tokens[:-1]
+        return tokens
+
+    def decoder(self):
+        return Growing(self._decode)
+
+    def _decode(self, tokens):
+        with _failing_in_one_line(f"--tokenizer: {self._path} cannot decode tokens {tokens}"):
+            return self._tokenizer.decode(tokens)
+
+
+class Growing:
+    """The text of tokens as it grows. Only the last few are decoded for each: the work is linear in the tokens.
+
+    decode(tokens) is of a whole text. Tokens whose text is out stay as long as they are the context of the next: a
+    decoder may treat a text's first token in another way than the others.
+    """
+
+    def __init__(self, decode):
+        self._decode = decode
+        self._tokens, self._out, self._said = [], 0, ""  # the first `_out` tokens are `_said`
+
+    def add(self, token):
+        """The text that grew by this token; none while a character is incomplete."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if text.endswith(INCOMPLETE) or len(text) <= len(self._said):
+            return self._let_go(text)
+        grown = text[len(self._said) :]
+        del self._tokens[: self._out]
+        self._out, self._said = len(self._tokens), self._decode(self._tokens)
+        return grown
+
+    def rest(self):
+        """The text that is left when no more tokens come."""
+        return self._decode(self._tokens)[len(self._said) :]
+
+    def _let_go(self, text):
+        """Of too many waiting tokens (broken characters, or tokens without text), the text of the first, which go.
+
+        They go if the others decode alike without them, and 4 stay: the character that they may begin is then complete.
+        """
+        waiting = len(self._tokens) - self._out
+        for stay in range(4, PENDING) if waiting > PENDING else ():
+            first, last = self._tokens[:-stay], self._tokens[-stay:]
+            grown = self._decode(first)[len(self._said) :]
+            others = self._tokens[: self._out] + last
+            if self._said + grown + self._decode(others)[len(self._said) :] == text:
+                self._tokens = others
+                return grown
+        return ""
+
+
+class Voice:
+    """Prints tokens as text, as they come. `closed`: nobody listens any more (a pipe that was closed), or decoding failed."""
+
+    def __init__(self, coding, prompt, silent):
+        self._text, self._silent, self.closed = coding.decoder(), silent, False
+        self._fault = None
+        for token in prompt:
+            self._write(self._text.add(token))
+
+    def say(self, token):
+        """Print what this token makes readable."""
+        try:
+            self._write(self._text.add(token))
+        except ValueError as error:
+            self._fault, self.closed = error, True
+
+    def end(self):
+        """Print what is left, and a line's end. Raises the ValueError of a token that could not be decoded."""
+        if self._fault:
+            raise self._fault
+        self._write(self._text.rest() + "\n")
+
+    def _write(self, text):
+        if not self._silent:
+            print(text, end="", flush=True)
+            self.closed = sys.stdout.lost  # a Stream, as in every command
+
+
+@contextmanager
+def _failing_in_one_line(what):
+    """Whatever the package raises (nothing narrower than Exception, and BaseException where its Rust panics) is a ValueError.
+
+    A panic also writes a backtrace to stderr, from below Python: it goes nowhere.
+    """
+    kept = None
+    with suppress(OSError):  # stderr may be closed
+        kept = os.dup(2)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{what}: {error}") from None
+    finally:
+        if kept is not None:
+            os.dup2(kept, 2)
+            os.close(kept)
