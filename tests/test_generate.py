@@ -18,21 +18,11 @@ from zmpi.messages.device import choose_device
 from zmpi.process.errors import UsageError
 from zmpi.process.streams import Stream
 from zmpi.text.coding import Bytes, Growing, Ids, Voice, Words
-from zmpi.text.sampling import draw, generate
+from zmpi.text.sampling import Draws, draw, generate
 
 
-def flags(**changed):
-    return SimpleNamespace(
-        **{
-            "tokens": 30,
-            "temperature": 0.0,
-            "top_k": 0,
-            "seed": 0,
-            "prompt": "é!",
-            "prompt_ids": [1, 2],
-        }
-        | changed
-    )
+def draws(**changed):
+    return Draws(**{"tokens": 30} | changed)
 
 
 class Alone:
@@ -55,7 +45,7 @@ class Alone:
 )
 def test_every_token_follows_from_the_last_context_tokens(settings):
     """The cache and the sliding window give what a full forward over these tokens gives."""
-    zero, asked = Alone(GPT(layers=2, width=6, heads=3, context=9, vocab=11)), flags(**settings)
+    zero, asked = Alone(GPT(layers=2, width=6, heads=3, context=9, vocab=11)), draws(**settings)
     tokens = [3, 1, 4]
     for position, token in enumerate(generate(zero, tokens, asked, Ids(), lambda: False)):
         assert token == draw(zero.forward(np.array([tokens[-9:]]))[0, -1], asked, position)
@@ -69,14 +59,14 @@ def test_every_token_follows_from_the_last_context_tokens(settings):
 
 def test_a_window_model_sees_its_context():
     zero, tokens = Alone(MLP(layers=1, width=6, context=4, vocab=11)), [3, 1, 4, 1, 5]
-    for position, token in enumerate(generate(zero, tokens, flags(), Ids(), lambda: False)):
-        assert token == draw(zero.forward(np.array([tokens[-4:]]))[0], flags(), position)
+    for position, token in enumerate(generate(zero, tokens, draws(), Ids(), lambda: False)):
+        assert token == draw(zero.forward(np.array([tokens[-4:]]))[0], draws(), position)
         tokens.append(token)
 
 
 def test_generation_ends_when_nobody_listens():
     zero, heard = Alone(GPT(layers=1, width=6, heads=3, context=9, vocab=11)), []
-    for token in generate(zero, [1], flags(), Ids(), lambda: len(heard) == 4):
+    for token in generate(zero, [1], draws(), Ids(), lambda: len(heard) == 4):
         heard.append(token)
     assert len(heard) == 4
 
@@ -84,28 +74,28 @@ def test_generation_ends_when_nobody_listens():
 def test_draws_follow_the_models_shares():
     """1000 draws of a token with a share of 0.7: within 4 standard deviations (0.0145 each)."""
     logits = np.log([0.7, 0.2, 0.1])
-    drawn = [draw(logits, flags(temperature=1.0), position) for position in range(1000)]
+    drawn = [draw(logits, draws(temperature=1.0), position) for position in range(1000)]
     assert abs(drawn.count(0) / 1000 - 0.7) < 0.058 and {1, 2} <= set(drawn)
-    assert drawn == [draw(logits, flags(temperature=1.0), position) for position in range(1000)]
+    assert drawn == [draw(logits, draws(temperature=1.0), position) for position in range(1000)]
     assert drawn != [
-        draw(logits, flags(temperature=1.0, seed=1), position) for position in range(1000)
+        draw(logits, draws(temperature=1.0, seed=1), position) for position in range(1000)
     ]
     assert {
-        draw(logits, flags(temperature=1.0, top_k=2), position) for position in range(1000)
+        draw(logits, draws(temperature=1.0, top_k=2), position) for position in range(1000)
     } == {0, 1}
-    assert {draw(logits, flags(temperature=5.0, top_k=1), position) for position in range(100)} == {
+    assert {draw(logits, draws(temperature=5.0, top_k=1), position) for position in range(100)} == {
         0
     }
-    assert {draw(logits, flags(), position) for position in range(10)} == {0}
+    assert {draw(logits, draws(), position) for position in range(10)} == {0}
     for near_zero in (1e-9, 1e-310):
-        assert {draw(logits, flags(temperature=near_zero), position) for position in range(10)} == {
+        assert {draw(logits, draws(temperature=near_zero), position) for position in range(10)} == {
             0
         }
 
 
 def test_bytes_come_out_as_whole_characters():
     out = Bytes().decoder()
-    told = [out.add(token) for token in Bytes().encode(flags(prompt="aé€"))]
+    told = [out.add(token) for token in Bytes().encode("aé€")]
     assert told == ["a", "", "é", "", "", "€"] and out.rest() == ""
     assert out.add(0xE2) == "" and out.rest() == "\N{REPLACEMENT CHARACTER}"
 
@@ -155,7 +145,7 @@ def grown(coding, tokens):
 def test_a_tokenizers_text_comes_out_as_it_grows(words):
     """Characters of several tokens are printed when they are whole."""
     coding = words()
-    tokens = coding.encode(flags(prompt="the é€ then"))
+    tokens = coding.encode("the é€ then")
     assert len(tokens) < len("the é€ then".encode())
     told = grown(coding, tokens)
     assert "".join(told) == "the é€ then" and "" in told[:-1]
@@ -222,7 +212,7 @@ def test_decoding_four_times_the_tokens_is_four_times_the_work(kind):
 
 def test_truncation_padding_dropout_and_ends_of_a_tokenizer_are_off(words, made):
     """They are of batches and of training, and cut or filled a prompt without a word."""
-    expected = words().encode(flags(prompt="def forward(self, x):"))
+    expected = words().encode("def forward(self, x):")
     assert len(expected) > 4
     cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     fill = {"strategy": {"Fixed": 32}, "direction": "Left", "pad_to_multiple_of": None}
@@ -243,8 +233,8 @@ def test_truncation_padding_dropout_and_ends_of_a_tokenizer_are_off(words, made)
         {"post_processor": template},
         {"model": made["model"] | {"dropout": 0.9}},
     ):
-        assert words(**entries).encode(flags(prompt="def forward(self, x):")) == expected, entries
-    written = words(post_processor=template).encode(flags(prompt="x<|endoftext|>"))
+        assert words(**entries).encode("def forward(self, x):") == expected, entries
+    written = words(post_processor=template).encode("x<|endoftext|>")
     assert written[-1] == 0, "an end that the prompt holds stays"
 
 
@@ -254,9 +244,9 @@ def test_a_tokenizer_that_fails_or_panics_is_one_line(words, tmp_path, capfd):
     retries = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
     for entries in ({"model": missing, "added_tokens": []}, {"normalizer": retries}):
         with pytest.raises(ValueError, match=r"^--tokenizer: .*json cannot encode the prompt: \w"):
-            words(**entries).encode(flags(prompt="a" * 40 + "!"))
+            words(**entries).encode("a" * 40 + "!")
     with pytest.raises(ValueError, match="cannot encode the prompt: 'utf-8' codec"):
-        words().encode(flags(prompt="\udcff"))
+        words().encode("\udcff")
     with pytest.raises(ValueError, match=r"cannot decode tokens \[-1\]: "):
         words().decoder().add(-1)
     assert capfd.readouterr() == ("", "")
@@ -295,10 +285,10 @@ def test_only_tokens_with_a_text_are_drawn(words, made):
     coding = words(model=made["model"] | {"vocab": vocab}, added_tokens=[])
     zero = Alone(GPT(layers=1, width=6, heads=3, context=9, vocab=700))
     assert coding.ids.tolist() == list(range(0, 2 * len(vocab), 2))
-    tokens = list(generate(zero, [2], flags(temperature=50.0, tokens=200), coding, lambda: False))
+    tokens = list(generate(zero, [2], draws(temperature=50.0, tokens=200), coding, lambda: False))
     assert len(set(tokens)) > 50 and set(tokens) <= set(vocab.values())
     narrow = Alone(GPT(layers=1, width=6, heads=3, context=9, vocab=11))
-    tokens = list(generate(narrow, [2], flags(temperature=50.0), coding, lambda: False))
+    tokens = list(generate(narrow, [2], draws(temperature=50.0), coding, lambda: False))
     assert set(tokens) == {0, 2, 4, 6, 8, 10}
 
 
@@ -306,7 +296,7 @@ def test_an_end_of_text_ends_the_text(words):
     assert words().ends == (0,)
     zero, asked = (
         Alone(GPT(layers=1, width=6, heads=3, context=9, vocab=11)),
-        flags(temperature=9.0),
+        draws(temperature=9.0),
     )
     every = list(generate(zero, [1], asked, Ids(), lambda: False))
     end = every[5]
