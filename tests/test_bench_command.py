@@ -2,6 +2,7 @@
 
 import json
 import re
+from statistics import median
 
 import pytest
 from mpirun import run_world
@@ -41,12 +42,18 @@ def test_formula_and_measurement_agree_at_every_stage(size, precision, tmp_path)
     assert found["size"] == size and [row["stage"] for row in found["stages"]] == [0, 1, 2, 3]
     assert len({row["loss"] for row in found["stages"]}) == 1  # one micro-batch: to the last bit
     for row in found["stages"]:
-        assert len(row["all_step_s"]) == 5 and row["step_s"] == sorted(row["all_step_s"])[2]
+        times = [seconds for seconds in row["all_step_s"] if seconds is not None]
+        assert len(row["all_step_s"]) == 5 and row["step_s"] == median(times)
+        low, high = row["step_s_quartiles"]
+        assert min(times) <= low <= row["step_s"] <= high <= max(times)
+        assert len(row["verbs_s"]["forward"]) == size
         for planned, measured in zip(
             row["arrays"]["peak"]["planned"], row["arrays"]["peak"]["measured"], strict=True
         ):
             assert planned == pytest.approx(measured, rel=0.1)
         assert len(row["resident_peak"]) == size
+    assert found["stages"][0]["ratio_to_first"] == {"median": 1.0, "quartiles": [1.0, 1.0]}
+    assert found["one_after_the_other"] is None and "ran one after the other" not in text
     plan = output(1, "zmpi.plan", *TINY[:-2], "--ranks", "64", "--calibrate", file)
     assert "ranks that pay" in plan
 
@@ -70,9 +77,11 @@ def test_a_sweep_over_ranks_runs_smaller_worlds(tmp_path):
 
 
 FAILING = """\
+import sys
 from zmpi import bench
 from zmpi.cost import measure
-measure.available_bytes = lambda: 40_000
+free = int(sys.argv.pop(1))
+measure.available_bytes = lambda: free
 bench.main()
 """
 
@@ -83,6 +92,7 @@ def test_a_stage_that_does_not_fit_is_a_row_that_says_why(tmp_path):
         2,
         [
             tmp_path / "failing.py",
+            40_000,
             *TINY,
             "--report",
             tmp_path / "report",
@@ -97,6 +107,19 @@ def test_a_stage_that_does_not_fit_is_a_row_that_says_why(tmp_path):
         "needs" in row["error"] for row in json.loads((tmp_path / "x.json").read_text())["stages"]
     )
     assert "stage 0 failed" in (tmp_path / "report" / "index.html").read_text()
+
+
+def test_stages_that_do_not_fit_together_run_one_after_the_other(tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    script = [tmp_path / "failing.py", 250_000, *TINY, "--json", tmp_path / "x.json"]
+    world = run_world(3, script, 300)
+    assert world.status == 0 and "failed" not in world.output, world.output
+    assert (
+        "stages ran one after the other, not in turns (all stages together: needs" in world.output
+    )
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert "rank 0 has 250,000" in found["one_after_the_other"]
+    assert [len(row["all_step_s"]) for row in found["stages"]] == [5] * 4
 
 
 BAD = {
@@ -158,5 +181,5 @@ def test_steps_that_overflow_are_not_timed(tmp_path):
         world = run_world(2, [tmp_path / "run.py", start, *flags], 100)
         assert world.status == 0, world.output
         (rows[start],) = json.loads((tmp_path / "x.json").read_text())["stages"]
-    assert rows[20]["skipped"] == 5 - len(rows[20]["all_step_s"]) in (1, 2, 3)
+    assert rows[20]["skipped"] == rows[20]["all_step_s"].count(None) in (1, 2, 3)
     assert rows[40]["error"].startswith("all 5 timed steps were skipped: gradients overflow")

@@ -21,7 +21,7 @@ from zmpi.cli.options import Parser, check_files, named_as_flags
 from zmpi.cli.own import Place, leave_defaults
 from zmpi.cli.start import engine_of, refuse_different_texts, start
 from zmpi.cost.bench_table import heading, stage_table, sweep_table
-from zmpi.cost.measure import Trial, measure_stage
+from zmpi.cost.measure import Trial, measure_stages
 from zmpi.cost.page import open_page, write_report
 from zmpi.numbers.precision import Policy
 from zmpi.process.errors import UsageError
@@ -134,7 +134,7 @@ def _bench(args, world, stages, point):
     report = None
     if part is not None:
         trial = _trial(args, part, point)
-        rows = [measure_stage(trial, part, stage, lanes=bool(args.report)) for stage in stages]
+        turns, rows = measure_stages(trial, part, stages, lanes=bool(args.report))
         model = trial.build()
         report = {
             "zmpi": __version__,
@@ -160,6 +160,7 @@ def _bench(args, world, stages, point):
             "reduction": part.reduction_for(trial.policy.recipe),
             "peak_flops": args.flops,
             "machine": machine(part),
+            **turns,
             "stages": rows,
         }
     meeting = world.mpi.Ibarrier()

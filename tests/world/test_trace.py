@@ -7,7 +7,16 @@ import pytest
 from training import STAGES, adamw, gpt, share, world_of
 
 from zmpi import Policy, ZeRO
-from zmpi.cost.trace import AMOUNTS, STEPS, Trace, aligned, open_trace, write_trace
+from zmpi.cost.trace import (
+    AMOUNTS,
+    STEPS,
+    Trace,
+    aligned,
+    by_verb,
+    open_trace,
+    under_way,
+    write_trace,
+)
 from zmpi.cost.watch import watched
 
 Traced = watched(ZeRO, Trace)
@@ -68,6 +77,23 @@ def test_a_unit_is_gathered_before_it_is_used_and_freed_after(comm):
         < order.index(("forward", "h.1"))
         < order.index(("free", "h.1"))
     )
+
+
+@pytest.mark.parametrize(("stage", "prefetch"), [(3, 1), (3, 0), (2, 1)])
+def test_a_prefetch_puts_every_gather_but_the_first_beside_a_product(comm, stage, prefetch):
+    """Counted from the order of the events; bytes are those that this rank sends in them."""
+    events = traced(stage, policy=Policy(prefetch=prefetch)).ledger.steps[-1]
+    gathers = [e for e in events if e["verb"] == "gather"]
+    assert len(gathers) == (6 if stage == 3 else 0)
+    beside = gathers[1:] if prefetch else []
+    assert under_way(events) == {
+        "gathers": len(gathers),
+        "during_products": len(beside),
+        "bytes": sum(e.get("bytes_sent", 0) for e in beside),
+    }
+    verbs = by_verb(events)
+    assert sum(verbs.values()) == pytest.approx(events[0]["end"] - events[0]["start"])
+    assert verbs["other"] > 0 and {"forward", "turn", "backward", "update"} <= verbs.keys()
 
 
 def test_tracing_changes_no_bit_and_keeps_the_last_steps(comm):

@@ -22,10 +22,16 @@ def heading(report):
             f" rank; a step is {report['micro_batch']} x {report['accumulate']} x {size} = {sequences} sequences",
             f"machine {machine['cpu']}, {machine['cores']} core(s); {machine['system']}, Python {machine['python']},"
             f" NumPy {machine['numpy']}, device {machine['device']}; {machine['mpi']}",
-            f"median of {report['steps']} steps after {report['warm_up']}; bytes are per rank, lowest to highest rank where"
-            " they differ; other figures are rank 0's",
+            f"{report['steps']} rounds after {report['warm_up']} to warm up, {_order(report)}; times are medians"
+            " (lower - upper quartile)",
+            "bytes are per rank, lowest to highest rank where they differ; other figures are rank 0's",
         ]
     )
+
+
+def _order(report):
+    apart = report["one_after_the_other"]
+    return "one stage after the other" if apart else "in each of which every stage takes a step"
 
 
 def stage_rows(report):
@@ -69,6 +75,8 @@ def _speed_rows(report):
     lines = [
         ("speed", None),
         of("step", lambda row: seconds(row["step_s"])),
+        of("", lambda row: quartiles(row["step_s_quartiles"], seconds)),
+        of(f"step, by that of stage {_first(report)}", _ratio_to_first),
         of("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}"),
         of("blocked in communication", lambda row: percent(row["blocked_share"])),
         of("model FLOPs/s per rank", lambda row: _flops(row, lambda x: f"{x / 1e9:,.2f} G")),
@@ -81,8 +89,26 @@ def _speed_rows(report):
         lines.append(
             of(f"{name}: in flight", lambda row, kind=kind: spread(row["in_flight_s"][kind]))
         )
+    lines.append(of("gathers under way in products", _under_way))
     lines.append(of("final loss", lambda row: f"{row['loss']:.6f}"))
     return lines
+
+
+def _first(report):
+    """The stage that the others' steps are compared with."""
+    return next((row["stage"] for row in report["stages"] if "error" not in row), "?")
+
+
+def _ratio_to_first(row):
+    found = row["ratio_to_first"]
+    if not found:
+        return UNKNOWN
+    return f"{found['median']:.2f} {quartiles(found['quartiles'], '{:.2f}'.format)}"
+
+
+def _under_way(row):
+    found = row["under_way"]
+    return f"{found['during_products']} of {found['gathers']}, {in_bytes(found['bytes'])}"
 
 
 def _flops(row, write):
@@ -102,6 +128,7 @@ def stage_table(report):
     notes += [
         f"stage {row['stage']} failed: {row['error']}" for row in report["stages"] if "error" in row
     ]
+    notes += _remarks(report)
     reasons = {row["unplanned"] for row in report["stages"] if "unplanned" in row}
     notes += [f"not planned: the dry run cannot walk this model ({reason})" for reason in reasons]
     if report.get("comm"):
@@ -109,6 +136,23 @@ def stage_table(report):
             f"formula and plan are those of zmpi's own communicator, not of {report['comm']}"
         )
     return "\n".join(notes)
+
+
+def _remarks(report):
+    """How far the times can be trusted, in a line each."""
+    found = []
+    if report["one_after_the_other"]:
+        found.append(
+            f"stages ran one after the other, not in turns ({report['one_after_the_other']}):"
+            " what else ran on the machine may have met some of them only"
+        )
+    if report["too_close"]:
+        pairs = ", ".join(f"{a} and {b}" for a, b in report["too_close"])
+        found.append(
+            f"too close or too noisy to rank in {report['steps']} rounds: stages {pairs}"
+            " (the quartiles of their ratio lie on both sides of 1)"
+        )
+    return found
 
 
 NOTES = """\
@@ -168,6 +212,11 @@ def percent(values):
     """Shares of the ranks."""
     low, high = min(values), max(values)
     return f"{low:.0%} - {high:.0%}" if f"{low:.0%}" != f"{high:.0%}" else f"{low:.0%}"
+
+
+def quartiles(both, write):
+    low, high = map(write, both)
+    return f"({low} - {high})"
 
 
 def spread(values):

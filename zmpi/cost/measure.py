@@ -1,16 +1,16 @@
-"""What one stage costs here: the same steps four times over, timed bare, then traced, then probed, then written down."""
+"""What each stage costs here: timed in turns, then each alone: booked, traced, probed and written down."""
 
 import os
 from collections import Counter
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter
 
 from zmpi.core.engine import ZeRO
 from zmpi.core.stages import elements_moved, state_bytes
 from zmpi.cost.estimate import Setting
 from zmpi.cost.probes import PeakResident, ProbedZeRO, TracedZeRO
-from zmpi.cost.trace import Trace, aligned
+from zmpi.cost.trace import Trace, aligned, by_verb, under_way
+from zmpi.cost.turns import in_turns, ratio, spread, too_close
 from zmpi.cost.watch import joined, watched
 from zmpi.messages.ledger import OWNED
 from zmpi.numbers.precision import Policy
@@ -21,6 +21,7 @@ from zmpi.text.data import Batches
 
 MOVED = ("all_gather", "reduce_scatter")
 PROBED_STEPS = 3
+BOOKED_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -67,29 +68,59 @@ class Trial:
             return None, f"{type(error).__name__}: {error}"
 
 
-def measure_stage(trial, world, stage, lanes=False):
-    """A stage's row, as JSON writes it: what the formula says and what was measured. The same on all ranks.
+def measure_stages(trial, world, stages, lanes=False):
+    """({the report's keys about the turns}, [every stage's row]), as JSON writes them; the same on all ranks.
 
     All ranks call it. What fails on all of them is a row with "error". `lanes` adds the timeline of one step.
     """
-    walk, unplanned = trial.walk(world, stage)
-    row = {"stage": stage} | ({"unplanned": unplanned} if unplanned else {})
-    lacking = _lacking(world, walk.peak) if walk else None
-    if lacking:
-        return row | {"error": lacking}
-    try:
-        row |= _timed(trial, world, stage)
-        row |= _memory(trial, world, stage, walk)
-        row |= _probed(trial, world, stage)
-        if lanes:
-            row["lanes"] = _lanes(trial, world, stage)
-    except Agreed as error:
-        return {"stage": stage, "error": str(error)}
+    walks = {stage: trial.walk(world, stage) for stage in stages}
+    errors = {
+        stage: _lacking(world, walk.peak if walk else 0) for stage, (walk, _) in walks.items()
+    }
+    fitting = [stage for stage in stages if not errors[stage]]
+    apart = _why_apart(world, [walks[stage][0] for stage in fitting])
+    groups = [[stage] for stage in fitting] if apart else [fitting]
+    timings = {}
+    for group in filter(None, groups):
+        timings |= in_turns(trial, world, group)
+    rows = []
+    for stage, (walk, unplanned) in walks.items():
+        error = errors[stage] or timings[stage].error
+        row = {"stage": stage} | ({"unplanned": unplanned} if unplanned else {})
+        try:
+            rows.append(
+                row
+                | ({"error": error} if error else _row(trial, world, stage, walk, timings, lanes))
+            )
+        except Agreed as failure:
+            rows.append({"stage": stage, "error": str(failure)})
+    close = too_close([row for row in rows if "error" not in row])
+    return {"one_after_the_other": apart, "too_close": everyone(world, close)[0]}, rows
+
+
+def _row(trial, world, stage, walk, timings, lanes):
+    """What the formula says of a stage, and what was measured, with one engine alive."""
+    first = next(timing for timing in timings.values() if timing.error is None)
+    row = _times(world, timings[stage], first)
+    row |= _booked(trial, world, stage)
+    row |= _memory(trial, world, stage, walk)
+    row |= _probed(trial, world, stage)
+    row |= _traced(trial, world, stage, lanes)
     policy = Policy(trial.policy.precision, trial.policy.prefetch)
     bare = trial.walk(world, stage, policy)[0]  # recomputation is no work of the model's
     row["flops"] = bare.flops if bare else None
     row["flops_per_s"] = bare.flops / row["step_s"] if bare else None
     return row
+
+
+def _why_apart(world, walks):
+    """Why the stages' engines cannot be alive together, or None: then they take turns."""
+    if not all(walks):
+        return "the dry run cannot say whether they fit into memory together"
+    state = [sum(walk.state.values()) for walk in walks]
+    most = max((walk.peak - own for walk, own in zip(walks, state, strict=True)), default=0)
+    lacking = _lacking(world, sum(state) + most)
+    return f"all stages together: {lacking}" if lacking else None
 
 
 def everyone(world, value):
@@ -111,55 +142,47 @@ def _lacking(world, needed):
     return None
 
 
-def _timed(trial, world, stage):
-    """Times, volumes, losses and booked memory, of an engine with nothing added."""
-    resident = PeakResident()
-    resident.reset()
-    zero = trial.engine(ZeRO, world, stage)
-    times, blocked, memory = [], [], Counter()
-    for step in range(trial.warm_up + trial.steps):
-        began = perf_counter()
-        loss = trial.step(zero)
-        seconds = perf_counter() - began
-        if zero.last.skipped:  # float16: it updates nothing, gathers less and takes less time
-            continue
-        if step >= trial.warm_up:
-            times.append(seconds)
-            blocked.append(sum(kind["blocked_s"] for kind in zero.ledger["comm"].values()))
-        comm, units = zero.ledger["comm"], _by_unit(zero.ledger.moved)
-        memory |= Counter(zero.ledger["memory"])  # the highest of each
-    if not times:
-        raise Agreed(
-            f"all {trial.steps} timed steps were skipped: gradients overflow {trial.policy.precision};"
-            " its loss scale is still being lowered, so take more steps for --warm-up"
-        )
-    step_s = median(times)
+def _times(world, timing, first):
+    """Times of a stage's steps in the rounds, beside those of the first stage."""
+    taken = timing.taken()
+    times, blocked = zip(*taken, strict=True)
+    step = spread(times)
     return {
-        "step_s": step_s,
-        "all_step_s": times,
-        "skipped": trial.steps - len(times),
-        "tokens_per_s": zero.last.tokens / step_s,
+        "step_s": step["median"],
+        "step_s_quartiles": step["quartiles"],
+        "all_step_s": timing.step_s,
+        "ratio_to_first": ratio(timing.step_s, first.step_s),
+        "skipped": len(timing.step_s) - len(taken),
+        "tokens_per_s": timing.tokens / step["median"],
         "blocked_s": median(blocked),
         "blocked_share": everyone(world, sum(blocked) / sum(times)),
-        "bytes_sent": sum(kind["bytes_sent"] for kind in comm.values()),
-        "loss": loss,
-        "resident_peak": everyone(world, resident.read()),
-        "resident_exact": resident.exact,
-        **_booked(trial, zero, memory),
-        "moved": _volumes(zero, comm),
-        "units": units,
+        "loss": timing.loss,
     }
 
 
-def _booked(trial, zero, memory):
-    """Every rank's bytes of state, by the stage's formula and as booked, and of the other kinds of memory, as booked."""
-    kinds = {kind: everyone(zero.world, memory[kind]) for kind in (*OWNED, "full_peak", "work")}
+def _booked(trial, world, stage):
+    """Bytes of state by the stage's formula and as booked, other memory, volumes: of an engine with nothing added."""
+    resident = PeakResident()
+    resident.reset()
+    zero = trial.engine(ZeRO, world, stage)
+    memory, booked = Counter(), 0
+    while booked < BOOKED_STEPS and zero.step < trial.warm_up + trial.steps:
+        trial.step(zero)
+        booked += not zero.last.skipped
+        memory |= Counter(zero.ledger["memory"])  # the highest of each
+    comm = zero.ledger["comm"]
+    kinds = {kind: everyone(world, memory[kind]) for kind in (*OWNED, "full_peak", "work")}
     padded = sum(unit.layout.padded for unit in zero.units.values())
     recipe, moments = trial.policy.recipe, len(trial.optimizer.moments)
     owned = state_bytes(zero.stage, padded, zero.comm.shards, recipe, moments)
     return {
+        "bytes_sent": sum(kind["bytes_sent"] for kind in comm.values()),
+        "resident_peak": everyone(world, resident.read()),
+        "resident_exact": resident.exact,
         "state": {kind: {"formula": owned[kind], "measured": kinds[kind]} for kind in OWNED},
         "booked": {"full": kinds["full_peak"], "work": kinds["work"]},
+        "moved": _volumes(zero, comm),
+        "units": _by_unit(zero.ledger.moved),
     }
 
 
@@ -248,9 +271,19 @@ def _probed(trial, world, stage):
     }
 
 
-def _lanes(trial, world, stage):
-    """The events of one step of every rank (trace.py); None on ranks other than 0."""
+def _traced(trial, world, stage, lanes):
+    """Seconds of a step by verb, every rank's, and what was under way in products; with `lanes` the events of one step.
+
+    "other" is Python between two verbs. The events are None on ranks other than 0.
+    """
     zero = trial.engine(watched(ZeRO, Trace), world, stage)
-    trial.step(zero)
-    trial.step(zero)
-    return aligned(world, list(zero.ledger.steps[-1]))
+    for _ in range(1 + PROBED_STEPS):
+        trial.step(zero)
+    steps = [by_verb(events) for events in list(zero.ledger.steps)[-PROBED_STEPS:]]
+    verbs = {verb: median(step.get(verb, 0.0) for step in steps) for verb in steps[-1]}
+    last = list(zero.ledger.steps[-1])
+    found = {
+        "verbs_s": {verb: everyone(world, seconds) for verb, seconds in verbs.items()},
+        "under_way": under_way(last),
+    }
+    return found | ({"lanes": aligned(world, last)} if lanes else {})

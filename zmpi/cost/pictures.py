@@ -62,7 +62,7 @@ def pictures(report):
         ),
         (
             "throughput",
-            f"Tokens per second, all {ranks} together, in the median step.",
+            f"Tokens per second, all {ranks} together, in the median step; the bars span its quartiles.",
             _throughput(rows),
         ),
         (
@@ -165,10 +165,13 @@ def _memory(rows):
 def _throughput(rows):
     figure, axes = _axes(height=3.4)
     for i, row in enumerate(rows):
-        axes.bar(i, row["tokens_per_s"], 0.6, color=STAGE_COLOURS[row["stage"]])
+        low, high = (row["tokens_per_s"] * row["step_s"] / s for s in row["step_s_quartiles"][::-1])
+        error = [[row["tokens_per_s"] - low], [high - row["tokens_per_s"]]]
+        colour = STAGE_COLOURS[row["stage"]]
+        axes.bar(i, row["tokens_per_s"], 0.6, color=colour, yerr=error, ecolor="#777777", capsize=4)
         axes.text(
             i,
-            row["tokens_per_s"],
+            high,
             f"{row['tokens_per_s']:,.0f}",
             ha="center",
             va="bottom",
@@ -195,9 +198,14 @@ def _blocked(rows):
 
 def _lanes(rows):
     ranks = len(rows[0]["lanes"])
-    figure, axes = _axes(len(rows), 1, 11, len(rows) * (0.7 + 0.32 * ranks) + 0.8, squeeze=False)
+    figure, axes = _axes(
+        len(rows), 1, 11, len(rows) * (0.7 + 0.32 * ranks) + 0.8, squeeze=False, sharex=True
+    )
+    longest = 0.0
     for one, row in zip(axes.flat, rows, strict=True):
         first = min(event["start"] for lane in row["lanes"] for event in lane)
+        last = max(event["end"] for lane in row["lanes"] for event in lane)
+        longest = max(longest, (last - first) * 1e3)
         for rank, lane in enumerate(row["lanes"]):
             for verb, colour in VERBS.items():
                 done = [event for event in lane if event["verb"] == verb]
@@ -208,9 +216,9 @@ def _lanes(rows):
                 one.broken_barh(spans, (rank - 0.4, 0.8), facecolors=colour, linewidth=0)
         one.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
         one.set_ylim(ranks - 0.5, -0.5)
-        one.set_xlim(left=0)
         one.set_title(f"stage {row['stage']}", loc="left", fontsize=10)
-        one.set_xlabel("ms since the step began")
+    one.set_xlim(0, longest)  # of all: they share the axis
+    one.set_xlabel("ms since the step began")
     _legend(figure, VERBS)
     return figure
 

@@ -12,6 +12,7 @@ from zmpi.process.table import table
 
 STEPS = 100  # that a trace keeps, the last ones: a long run's trace must not grow with it
 ROUNDS = 20  # of the messages by which two clocks are compared
+COMPUTED = ("forward", "turn", "backward")
 AMOUNTS = ("elements", "bytes_sent", "blocked_s")
 
 
@@ -90,6 +91,35 @@ class Trace(Watch):
 
     def _step(self):
         return self.steps[-1][0]["step"] if self.steps else 0
+
+
+def by_verb(events):
+    """{verb: seconds} of one step's events. "other" is what no verb took."""
+    step, *rest = events
+    found = {}
+    for event in rest:
+        found[event["verb"]] = found.get(event["verb"], 0.0) + event["end"] - event["start"]
+    found["other"] = step["end"] - step["start"] - sum(found.values())
+    return found
+
+
+def under_way(events):
+    """{"gathers", "during_products", "bytes"}: gathers of a step, those that were under way while a layer computed, and
+    the bytes that this rank sent in these. Counted from the order of the events, so it is the same in every run.
+    """
+    started, during, sent, gathers = {}, 0, 0, 0
+    for event in events:
+        if event["verb"] == "gather":
+            gathers += 1
+            started[event["name"]] = [event, False]
+        elif event["verb"] in COMPUTED:
+            for entry in started.values():
+                entry[1] = True
+        elif event["verb"] == "wait":
+            gather, computed = started.pop(event["name"])
+            during += computed
+            sent += gather.get("bytes_sent", 0) if computed else 0
+    return {"gathers": gathers, "during_products": during, "bytes": sent}
 
 
 def open_trace(path):

@@ -1,0 +1,98 @@
+"""Steps of several stages, timed in turns: what a neighbour on the machine does for a minute meets all stages alike."""
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+from time import perf_counter
+
+from zmpi.core.engine import ZeRO
+from zmpi.process.errors import Agreed
+
+
+@dataclass
+class Timing:
+    """The timed steps of one stage, on this rank: an entry for each round, None where float16 skipped the step."""
+
+    step_s: list = field(default_factory=list)
+    blocked_s: list = field(default_factory=list)
+    loss: float = 0.0  # of the last step
+    tokens: int = 0  # targets of a step, all ranks'
+    error: str | None = None  # why there is no more
+
+    def taken(self):
+        """[(step_s, blocked_s)] of the steps that were not skipped."""
+        both = zip(self.step_s, self.blocked_s, strict=True)
+        return [(step, blocked) for step, blocked in both if step is not None]
+
+
+def in_turns(trial, world, stages):
+    """{stage: Timing}. In each round every stage takes one step, and each round begins with another stage.
+
+    All ranks call it. All engines are alive at once. A stage whose step fails on all ranks takes no further part.
+    """
+    timings, engines = {stage: Timing() for stage in stages}, {}
+    for stage in stages:
+        with _failing(timings[stage]):
+            engines[stage] = trial.engine(ZeRO, world, stage)
+    for number in range(trial.warm_up + trial.steps):
+        for stage in _rotated(stages, number):
+            if timings[stage].error is None:
+                with _failing(timings[stage]):
+                    _step(trial, engines[stage], timings[stage], number >= trial.warm_up)
+    for timing in timings.values():
+        if timing.error is None and not timing.taken():
+            timing.error = (
+                f"all {trial.steps} timed steps were skipped: gradients overflow"
+                f" {trial.policy.precision}; its loss scale is still being lowered, so take more"
+                " steps for --warm-up"
+            )
+    return timings
+
+
+def _step(trial, zero, timing, timed):
+    """One step of one stage, written down where it is `timed`."""
+    began = perf_counter()
+    timing.loss = trial.step(zero)
+    seconds = perf_counter() - began
+    timing.tokens = zero.last.tokens
+    if timed:  # a skipped step updates nothing, gathers less and takes less time
+        blocked = sum(kind["blocked_s"] for kind in zero.ledger["comm"].values())
+        timing.step_s.append(None if zero.last.skipped else seconds)
+        timing.blocked_s.append(blocked)
+
+
+def _rotated(stages, number):
+    first = number % len(stages)
+    return [*stages[first:], *stages[:first]]
+
+
+@contextmanager
+def _failing(timing):
+    """What all ranks raise together ends this stage, not the others."""
+    try:
+        yield
+    except Agreed as error:
+        timing.error = str(error)
+
+
+def spread(values):
+    """{"median", "quartiles": [lower, upper]} of at least one value."""
+    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return {"median": median(values), "quartiles": [low, high]}
+
+
+def ratio(steps, others):
+    """The spread of steps / others over the rounds in which both were taken; None where there is none."""
+    ratios = [a / b for a, b in zip(steps, others, strict=True) if a and b]
+    return spread(ratios) if ratios else None
+
+
+def too_close(rows):
+    """Pairs of stages that these rounds cannot rank: the quartiles of their ratio lie on both sides of 1."""
+    pairs = []
+    for i, row in enumerate(rows):
+        for other in rows[i + 1 :]:
+            found = ratio(row["all_step_s"], other["all_step_s"])
+            if not found or found["quartiles"][0] <= 1 <= found["quartiles"][1]:
+                pairs.append((row["stage"], other["stage"]))
+    return pairs
