@@ -24,7 +24,8 @@ FLOORS = (
     {"saving": "rules schema blocks manifest found folder checkpoint pretrained"},
     {"core": "stages layout schedule owned gradient unit step engine"},
     {
-        "cost": """counted watch probes trace turns dryrun memory_limit estimate measure paper
+        "cost": """counted watch probes trace turns dryrun memory_limit estimate speed measure
+                   paper
                    bench_table plan_tables pictures page""",
         "proof": """rows trial outcome plain textbook walks messages sequences gradients training
                     updates accounts lifetimes saved conduct""",

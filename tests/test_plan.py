@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from models import GPT, MLP
 from zmpi import plan
 from zmpi.core.stages import STAGES, elements_moved, state_bytes
-from zmpi.cost.estimate import HIGHEST, Setting, Speed, largest, ranks_that_pay
+from zmpi.cost.estimate import HIGHEST, Setting, largest
 from zmpi.cost.paper import RANKS, SIZES, TABLE_1, TABLE_2, largest_model, state_gb
+from zmpi.cost.speed import Speed, along, ranks_that_pay, speed_of
 from zmpi.numbers.precision import Policy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -162,14 +163,76 @@ def test_times_of_the_flags_and_of_a_bench(capsys, tmp_path):
             max(row["compute_s"], row["comm_s"]),
             row["compute_s"] + row["comm_s"],
         ]
-    bench = {
-        "stages": [
-            {"flops": 5e8, "step_s": 1.0, "blocked_s": 0.5, "bytes_sent": 5e7},
-            {"stage": 1, "error": "no"},
-        ]
-    }
-    (tmp_path / "bench.json").write_text(json.dumps(bench))
-    assert json.loads(said(model + f"--calibrate {tmp_path}/bench.json", capsys))["stages"] == rows
+        assert row["terms_s"].keys() == {"layers", *TERMS}
+        assert [row["terms_s"][term] for term in TERMS if term != "messages"] == [0] * 4
+
+
+TERMS = ("update", "ends", "Python", "messages", "skew")
+WORK = {"flops": 5e8, "updated": 1000, "moved": 500, "visits": 10}
+ROW = {
+    "stage": 3,
+    "counts": WORK,
+    "step_s": 2.0,
+    "blocked_s": 0.5,
+    "bytes_sent": 5e7,
+    "verbs_s": {
+        "forward": [0.1, 0.1],
+        "turn": [0.1, 0.1],
+        "backward": [0.2, 0.4],
+        "update": [0.25, 0.75],
+        "wait": [0.0, 0.125],
+        "reduce": [0.125, 0.0],
+        "other": [0.25, 0.25],
+        "blocked": [9.0, 9.0],
+    },
+    "skew_s": {"all_gather": [0.1, 0.2], "reduce_scatter": [0.175, 0.0]},
+}
+
+
+def test_every_term_of_a_steps_time_is_taken_from_a_bench():
+    """From the mean over its ranks, and the median over its stages; failed stages have none."""
+    slow = {**ROW, "verbs_s": {verb: [9.0, 9.0] for verb in ROW["verbs_s"]}}
+    quick = {**ROW, "verbs_s": {verb: [0.01, 0.01] for verb in ROW["verbs_s"]}}
+    speed = speed_of({"stages": [slow, ROW, {"stage": 1, "error": "no"}, quick]})
+    assert speed.flops == 5e8 / 0.5 and speed.bandwidth == 5e7 / 0.5
+    assert speed.update_s == 0.5 / 1000 and speed.ends_s == 0.125 / 500
+    assert speed.visit_s == 0.25 / 10
+    alone = speed_of({"stages": [ROW]})
+    assert alone.skew == pytest.approx((0.15 + 0.0875) / (0.5 + 0.5 + 0.125 + 0.25))
+
+
+def test_a_plan_prints_the_terms_of_a_bench_and_a_doctor(capsys, tmp_path):
+    """Messages by the size of a call: twice the bytes of the largest that was measured, twice its time and less."""
+    (tmp_path / "bench.json").write_text(json.dumps({"stages": [ROW]}))
+    links = {"all_gather": [[1000, 1.0], [3000, 2.0]]}
+    links |= {f"reduce_scatter_{how}": [[1000, 10.0], [3000, 20.0]] for how in ("mpi", "ordered")}
+    (tmp_path / "doctor.json").write_text(json.dumps({"links": links}))
+    model = "--layers 2 --width 64 --ranks 4 --precision float32 "
+    model += f"--calibrate {tmp_path}/bench.json "
+    bare = json.loads(said(model + "--json", capsys))["stages"]
+    rows = json.loads(said(model + f"--doctor {tmp_path}/doctor.json --json", capsys))["stages"]
+    for plain, row in zip(bare, rows, strict=True):
+        terms = row["terms_s"]
+        assert terms["layers"] == row["flops"] / 1e9
+        assert sum(terms.values()) == pytest.approx(row["step_s"][1])
+        sent = sum(kind["bytes_sent"] for kind in row["comm"].values())
+        assert plain["terms_s"]["skew"] == 0 < terms["skew"]  # it is in what the bench was blocked
+        assert plain["terms_s"]["messages"] == pytest.approx(sent / 1e8)
+        gathers, reduces = row["comm"]["all_gather"], row["comm"]["reduce_scatter"]
+        scalars = row["comm"]["all_reduce"]
+        calls = gathers["calls"] + 10 * reduces["calls"] + scalars["calls"]
+        moved = gathers["bytes_sent"] + 10 * reduces["bytes_sent"] + scalars["bytes_sent"]
+        assert terms["messages"] == pytest.approx(0.5 * calls + moved / 2000)
+    text = said(model + f"--doctor {tmp_path}/doctor.json", capsys)
+    assert "1e+09 FLOPs/s" in text and "as the doctor measured them" in text
+    assert "500.0 us for each element that a rank updates" in text
+
+
+def test_times_lie_on_straight_lines_between_the_measured_sizes():
+    points = [(10, 1.0), (20, 2.0), (40, 8.0)]
+    assert [along(points, n) for n in (5, 10, 15, 30, 40, 60)] == [0.5, 1.0, 1.5, 5.0, 8.0, 14.0]
+    assert along([(10, 1.0), (20, 3.0)], 1) == 0.0  # never negative
+    assert along([(10, 1.0)], 20) == 2.0
 
 
 BAD = {
@@ -186,6 +249,7 @@ BAD = {
     "--layers 2 --ranks 4 --calibrate setup.cfg": "setup.cfg",
     "--layers 2 --ranks 4 --calibrate setup.cfg --flops 1": "--calibrate: gives both speeds",
     "--layers 2 --ranks 4 --calibrate /dev/zero": "--calibrate: expected a file, got /dev/zero",
+    "--layers 2 --ranks 4 --doctor setup.cfg": "--doctor: gives messages alone",
     "--layers 2 --rank 4": "--rank",
     "--params 1e9 --ranks 4 --width 64": "--width: needs a model",
     "--params 1e9 --ranks 4 --recompute": "--recompute: needs a model",
@@ -194,15 +258,40 @@ BAD = {
     "--layers 2 --ranks 4 --context 2147483648": "--context: expected a whole number of at least 1 and below 2147483648",
 }
 
+
+def one_row(**changed):
+    return json.dumps({"stages": [{**ROW, **changed}]})
+
+
 NO_BENCH = {
     "nested": "[" * 100_000,
     "another type": '[{"stages": 3}]',
     "no stages": '{"stages": []}',
-    "one rank": '{"stages": [{"flops": 1, "step_s": 2, "blocked_s": 0, "bytes_sent": 0}]}',
-    "no time": '{"stages": [{"flops": 1, "step_s": 2, "blocked_s": 2, "bytes_sent": 1}]}',
-    "not finite": '{"stages": [{"flops": NaN, "step_s": 2, "blocked_s": 1, "bytes_sent": 1}]}',
-    "overflow": f'{{"stages": [{{"flops": 1{"0" * 400}, "step_s": 2.5, "blocked_s": 1, "bytes_sent": 1}}]}}',
+    "one rank": one_row(blocked_s=0, bytes_sent=0),
+    "no time": one_row(verbs_s={verb: [0.0] for verb in ROW["verbs_s"]}),
+    "no verbs": one_row(verbs_s=None),
+    "not finite": one_row(counts={**WORK, "flops": float("nan")}),
+    "overflow": one_row(bytes_sent=10**400, blocked_s=0.5),
 }
+NO_DOCTOR = {
+    "a bench": one_row(),
+    "another type": '{"links": 3}',
+    "no points": '{"links": {"all_gather": []}}',
+    "no time": '{"links": {"all_gather": [[1000, 0]]}}',
+    "not finite": '{"links": {"all_gather": [[1000, NaN]]}}',
+}
+
+
+@pytest.mark.parametrize("text", NO_DOCTOR.values(), ids=NO_DOCTOR)
+def test_a_file_that_holds_no_doctor_is_one_line(text, capsys, tmp_path):
+    (tmp_path / "x.json").write_text(text)
+    (tmp_path / "bench.json").write_text(json.dumps({"stages": [ROW]}))
+    files = f"--calibrate {tmp_path}/bench.json --doctor {tmp_path}/x.json"
+    with pytest.raises(SystemExit) as ended:
+        plan.main(f"--layers 1 --ranks 2 {files}".split())
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("zmpi.plan: error: --doctor: expected what zmpi.doctor --json FILE wrote")
 
 
 @pytest.mark.parametrize("text", NO_BENCH.values(), ids=NO_BENCH)

@@ -1,13 +1,15 @@
 """python -m zmpi.plan: does it fit, and what will it cost? A formula for a number of parameters, a dry run for a model."""
 
 import json
+from dataclasses import replace
 
 from zmpi.cli.model_flags import build_model, model_flags
 from zmpi.cli.options import Parser, alone, file_name, named_as_flags, real, whole
 from zmpi.core.stages import STAGES, state_bytes
-from zmpi.cost.estimate import Setting, Speed, largest, ranks_that_pay, speed_of
+from zmpi.cost.estimate import Setting, largest
 from zmpi.cost.paper import both_tables, largest_model
 from zmpi.cost.plan_tables import SHARDED, fits_table, memory_table, moved_table, times_table
+from zmpi.cost.speed import Speed, links_of, ranks_that_pay, speed_of
 from zmpi.numbers.precision import RECIPES, Policy
 from zmpi.process.errors import UsageError
 from zmpi.process.files import named
@@ -82,7 +84,13 @@ def _questions(add):
         "--calibrate",
         type=file_name,
         metavar="FILE",
-        help="take both from the JSON of a bench (default: no times)",
+        help="take all terms of a step's time from the JSON of a bench (default: no times)",
+    )
+    add(
+        "--doctor",
+        type=file_name,
+        metavar="FILE",
+        help="take the messages' times from the JSON of a doctor (default: from the bench)",
     )
     add(
         "--dry-run",
@@ -213,12 +221,13 @@ def _of_model(args):
                     "compute_s": compute,
                     "comm_s": comm,
                     "step_s": [max(compute, comm), compute + comm],
+                    "terms_s": speed.terms(walk),
                 }
                 row |= {"ranks_that_pay": turn[0] if turn[1] else None}
         return _json(recipe, walks[0].elements, args, rows)
     parts = [f"{_opening(walks[0].elements, args, recipe)}\n{_run(args)}", memory_table(walks)]
     parts += [fits_table(limits, args.memory)] if limits else []
-    parts += [times_table(walks, turning, speed, args.calibrate or "the flags")] if speed else []
+    parts += [times_table(walks, turning, speed)] if speed else []
     parts += [moved_table(walks, args.accumulate)] if args.dry_run else []
     return "\n\n".join(parts)
 
@@ -238,29 +247,33 @@ def _run(args):
 
 def _speed(args):
     """The Speed of the flags, or None where they name none."""
+    if args.doctor and not args.calibrate:
+        raise UsageError("--doctor: gives messages alone; a step's time needs --calibrate too")
     if args.calibrate:
         if args.flops or args.bandwidth:
             raise UsageError("--calibrate: gives both speeds; leave out --flops and --bandwidth")
-        refuse_irregular("--calibrate", args.calibrate)
-        with named(f"--calibrate: {args.calibrate}"), open(args.calibrate, "rb") as file:
-            text = file.read(LARGEST_BENCH)
-        try:
-            return speed_of(json.loads(text))
-        except (
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ):
-            raise UsageError(
-                f"--calibrate: expected what zmpi.bench --json FILE wrote on at least 2 ranks, with a"
-                f" stage that did not fail; got {args.calibrate}"
-            ) from None
+        links = None
+        if args.doctor:
+            what = "zmpi.doctor --json FILE wrote on at least 2 ranks"
+            links = _measured("--doctor", args.doctor, links_of, what)
+        what = "zmpi.bench --json FILE wrote on at least 2 ranks, with a stage that did not fail"
+        speed = _measured("--calibrate", args.calibrate, speed_of, what)
+        return replace(speed, links=links)
     if (args.flops is None) != (args.bandwidth is None):
         raise UsageError("--bandwidth: a step's time needs both it and --flops, got one of them")
     return Speed(args.flops, args.bandwidth) if args.flops else None
+
+
+def _measured(flag, path, read, what):
+    """What `read` finds in the JSON of a file. Raises UsageError where it holds something else."""
+    refuse_irregular(flag, path)
+    with named(f"{flag}: {path}"), open(path, "rb") as file:
+        text = file.read(LARGEST_BENCH)
+    wrong = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError
+    try:
+        return read(json.loads(text))
+    except wrong:
+        raise UsageError(f"{flag}: expected what {what}; got {path}") from None
 
 
 def _limits(setting, walk, memory):

@@ -1,7 +1,6 @@
 """What a plan is made of: dry runs of a model at every stage, how large it may grow, and how long a step may take."""
 
-from dataclasses import dataclass, field, replace
-from math import inf
+from dataclasses import dataclass, field
 
 from zmpi.cost.dryrun import CountedWorld, DryRun, Memo
 from zmpi.numbers.optim import AdamW, Optimizer
@@ -29,13 +28,13 @@ class Setting:
         model = self.build(layers)
         run = DryRun(model, world, stage, self.optimizer, self.policy, self.memo)
         run.count_step(micro_batch or self.micro_batch, self.accumulate)
-        return Walk(run)
+        return Walk(run, self.accumulate)
 
 
 class Walk:
     """What a dry run found, for one rank: bytes by kind, elements and bytes per collective, FLOPs of one step."""
 
-    def __init__(self, run):
+    def __init__(self, run, micro_batches):
         ledger = run.ledger
         memory, highest = ledger["memory"], ledger.highest()
         self.stage = run.stage
@@ -50,6 +49,20 @@ class Walk:
         self.schedule, self.reduce_each = run.schedule, run.comm.ordered
         self.unit_sizes = {name: unit.layout.elements for name, unit in run.units.items()}
         self.padded = {name: unit.layout.padded for name, unit in run.units.items()}
+        self.messages = [(kind, entry) for (kind, _), entry in ledger.moved.items()]
+        self.updated = sum(len(unit.parameters.updated) for unit in run.units.values())
+        self.visits = len(run.schedule) * micro_batches
+
+    @property
+    def counts(self):
+        """How often the terms of a step's time occur (speed.py): FLOPs, and elements updated and moved, and visits."""
+        moved = sum(entry.elements for kind, entry in self.messages if kind != "all_reduce")
+        return {
+            "flops": self.flops,
+            "updated": self.updated,
+            "moved": moved,
+            "visits": self.visits,
+        }
 
     @property
     def bytes_sent(self):
@@ -100,64 +113,3 @@ def largest(bytes_of, memory):
         aim = fits + int((memory - known[fits]) / slope)
         tried = max(fits + 1, min(aim if aim > fits else fits + 1, too_many - 1))
     return fits
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What a rank can do: FLOPs of matrix products per second, and bytes sent per second."""
-
-    flops: float
-    bandwidth: float
-
-    def compute_s(self, walk):
-        """Seconds of a step's matrix products."""
-        return walk.flops / self.flops
-
-    def comm_s(self, walk):
-        """Seconds of a step's messages."""
-        return walk.bytes_sent / self.bandwidth
-
-
-def speed_of(report):
-    """The Speed that a bench's JSON measured: the median over its stages.
-
-    Raises ValueError, or what Python has for a wrong type or a missing key, where it holds none.
-    """
-    rows = [row for row in report.get("stages", []) if row.get("flops")]
-    flops = sorted(row["flops"] / (row["step_s"] - row["blocked_s"]) for row in rows)
-    sent = sorted(
-        row["bytes_sent"] / row["blocked_s"]
-        for row in rows
-        if row["bytes_sent"] and row["blocked_s"]
-    )
-    speed = Speed(flops[len(flops) // 2], sent[len(sent) // 2])
-    if not (0 < speed.flops < inf and 0 < speed.bandwidth < inf):
-        raise ValueError(speed)
-    return speed
-
-
-def ranks_that_pay(setting, stage, speed):
-    """(ranks, whether they were found): at the same global batch, the fewest ranks at which messages take as long as products.
-
-    With fewer, another rank saves more arithmetic than it adds in messages. The global batch is divided further and further:
-    first over micro-batches, then over the sequences in one; one sequence per rank is the end of it.
-    """
-    batch = setting.micro_batch * setting.accumulate * setting.ranks
-
-    def messages_win(ranks):
-        each = max(1, batch // ranks)
-        micro_batch = min(setting.micro_batch, each)
-        sizes = {"micro_batch": micro_batch, "accumulate": each // micro_batch}
-        part = replace(setting, ranks=ranks, **sizes)
-        walk = part.walk(stage)
-        return speed.comm_s(walk) >= speed.compute_s(walk)
-
-    low, high = 1, batch
-    if messages_win(low):
-        return low, True
-    if not messages_win(high):
-        return high, False
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if messages_win(middle) else (middle, high)
-    return high, True

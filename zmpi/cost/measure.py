@@ -108,6 +108,7 @@ def _row(trial, world, stage, walk, timings, lanes):
     row |= _traced(trial, world, stage, lanes)
     policy = Policy(trial.policy.precision, trial.policy.prefetch)
     bare = trial.walk(world, stage, policy)[0]  # recomputation is no work of the model's
+    row["counts"] = walk.counts if walk else None
     row["flops"] = bare.flops if bare else None
     row["flops_per_s"] = bare.flops / row["step_s"] if bare else None
     return row

@@ -60,34 +60,41 @@ def fits_table(limits, nbytes):
     return f"largest that fits {in_bytes(nbytes)} per rank, all else as above\n{table(lines)}"
 
 
-def times_table(walks, turning, speed, source):
-    """What a step may take: the arithmetic and the messages, hidden behind each other or not at all."""
-    lines = [
-        (
-            "stage",
-            "compute",
-            "messages",
-            "share",
-            "step, all hidden",
-            "step, none hidden",
-            "ranks that pay",
-        )
-    ]
+def times_table(walks, turning, speed):
+    """What a step may take, term by term, with messages hidden behind the rest or not at all."""
+    heads = ("step, all hidden", "step, none hidden", "ranks that pay")
+    lines = [("stage", *speed.terms(walks[0]), *heads)]
     for walk, (ranks, found) in zip(walks, turning, strict=True):
         compute, comm = speed.compute_s(walk), speed.comm_s(walk)
-        times = [
-            seconds(compute),
-            seconds(comm),
-            f"{comm / (compute + comm):.1%}",
-            seconds(max(compute, comm)),
-        ]
+        times = [*speed.terms(walk).values(), max(compute, comm), compute + comm]
         pays = f"{ranks:,}" if found else f"{ranks:,} and more"
-        lines.append((f"  {walk.stage.number}", *times, seconds(compute + comm), pays))
-    return (
-        f"time of a step at {speed.flops:.3g} FLOPs/s and {speed.bandwidth:.3g} bytes/s per rank ({source}): matrix products\n"
-        "and messages alone. Ranks that pay: at the same global batch, where messages come to take as long as the products\n"
-        + table(lines)
-    )
+        lines.append((f"  {walk.stage.number}", *map(seconds, times), pays))
+    return f"time of a step of one rank\n{table(lines)}\n{_sources(speed)}"
+
+
+def _sources(speed):
+    """The figure behind each term."""
+    if speed.links:
+        messages = "each call by its bytes, as the doctor measured them"
+        skew = f"{speed.skew:.1%} of the four before messages"
+    else:
+        messages = f"{speed.bandwidth:.3g} bytes/s sent by a rank"
+        skew = "in messages already, where they were measured by a bench"
+    lines = [
+        ("layers", f"{speed.flops:.3g} FLOPs/s of matrix products, all else in them included"),
+        ("update", _each(speed.update_s, "element that a rank updates")),
+        ("ends", _each(speed.ends_s, "element moved (widening, adding up)")),
+        ("Python", _each(speed.visit_s, "visit of a layer")),
+        ("messages", messages),
+        ("skew", skew),
+        ("ranks that pay", "at the same global batch, the fewest at which messages and skew"),
+        ("", "come to take as long as the rest"),
+    ]
+    return table([(f"  {name}", text) for name, text in lines], left=2)
+
+
+def _each(value, what):
+    return f"{seconds(value)} for each {what}" if value else "not known, left out"
 
 
 def moved_table(walks, accumulate):

@@ -94,11 +94,18 @@ class Trace(Watch):
 
 
 def by_verb(events):
-    """{verb: seconds} of one step's events. "other" is what no verb took."""
+    """{verb: seconds} of one step's events, which add up to the step.
+
+    Of each verb, without what it was blocked in messages: that is "blocked", of all together. "other" is Python between
+    two verbs.
+    """
     step, *rest = events
-    found = {}
+    found = {"blocked": 0.0}
     for event in rest:
-        found[event["verb"]] = found.get(event["verb"], 0.0) + event["end"] - event["start"]
+        blocked = event.get("blocked_s", 0.0)
+        seconds = event["end"] - event["start"] - blocked
+        found[event["verb"]] = found.get(event["verb"], 0.0) + seconds
+        found["blocked"] += blocked
     found["other"] = step["end"] - step["start"] - sum(found.values())
     return found
 

@@ -39,4 +39,4 @@ def seconds(value):
     for factor, name in ((1, "s"), (1e3, "ms")):
         if value * factor >= 1:
             return f"{value * factor:,.1f} {name}"
-    return f"{value * 1e6:,.1f} us"
+    return f"{value * 1e6:,.1f} us" if value >= 1e-7 or not value else f"{value * 1e9:,.2g} ns"
