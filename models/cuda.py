@@ -46,7 +46,7 @@ def wide(x):
     return np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
 
 
-def whole(x):
+def contiguous(x):
     """x, contiguous: kernels know no strides."""
     return cupy.ascontiguousarray(x)
 
@@ -92,4 +92,4 @@ def _operand(x_BRC):
         return x_BRC, cublas.CUBLAS_OP_N, max(rows // size, C)
     if rows == size or R == 1:
         return x_BRC, cublas.CUBLAS_OP_T, max(columns // size, R)
-    return whole(x_BRC), cublas.CUBLAS_OP_N, C
+    return contiguous(x_BRC), cublas.CUBLAS_OP_N, C

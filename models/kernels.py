@@ -13,12 +13,12 @@ import numpy as np
 
 from models import cached
 from models.attention import by_head
-from models.cuda import NOTHING, THREADS, launch, multiply, whole, wide
+from models.cuda import NOTHING, THREADS, contiguous, launch, multiply, wide
 from models.ops import EPS, flat_rows
 
-PARTS = 128  # into which rows are cut for sums over columns: a number that no device changes
+COLUMN_PARTS = 128  # into which rows are cut for sums over columns: a number that no device changes
 
-launch = partial(launch, source=Path(__file__).with_name("kernels.cu"))
+_launch = partial(launch, source=Path(__file__).with_name("kernels.cu"))
 
 
 # ---- linear ----------------------------------------------------------------------------------------------------------
@@ -31,13 +31,13 @@ def add_product(dw_MN, a_MK, b_KN):
 def linear(x, w_CF, b_F):
     x_NC = flat_rows(x)
     y_NF = cupy.empty((len(x_NC), len(b_F)), x.dtype)
-    launch("fill_rows", x.dtype, y_NF.size, whole(b_F), y_NF, y_NF.size, len(b_F))
+    _launch("fill_rows", x.dtype, y_NF.size, contiguous(b_F), y_NF, y_NF.size, len(b_F))
     multiply(x_NC[None], w_CF[None], y_NF[None], accumulate=True)
     return y_NF.reshape(*x.shape[:-1], -1)
 
 
 def linear_backward(dy, x, w_CF, dw_CF, db_F):
-    dy_NF = whole(flat_rows(dy))
+    dy_NF = contiguous(flat_rows(dy))
     add_product(dw_CF, flat_rows(x).T, dy_NF)
     add_columns(dy_NF, db_F)
     return cupy.matmul(dy_NF, w_CF.T).reshape(x.shape)
@@ -46,8 +46,17 @@ def linear_backward(dy, x, w_CF, dw_CF, db_F):
 def add_columns(x_NF, sum_F):
     """sum += x's rows, one part of them after another."""
     N, F = x_NF.shape
-    partial = cupy.empty((PARTS, F), wide(x_NF))
-    launch("column_sums", x_NF.dtype, PARTS * _whole_blocks(F), x_NF, partial, N, F, PARTS)
+    partial = cupy.empty((COLUMN_PARTS, F), wide(x_NF))
+    _launch(
+        "column_sums",
+        x_NF.dtype,
+        COLUMN_PARTS * _whole_blocks(F),
+        x_NF,
+        partial,
+        N,
+        F,
+        COLUMN_PARTS,
+    )
     _add_parts(partial, sum_F)
 
 
@@ -57,7 +66,7 @@ def _whole_blocks(threads):
 
 def _add_parts(partial, first, second=NOTHING):
     parts, count = len(partial), 1 if second is NOTHING else 2
-    launch(
+    _launch(
         "add_parts",
         partial.dtype,
         partial[0].size,
@@ -74,35 +83,35 @@ def _add_parts(partial, first, second=NOTHING):
 
 
 def gelu(x):
-    y, x = cupy.empty(x.shape, x.dtype), whole(x)
-    launch("gelu", x.dtype, x.size, x, NOTHING, y, x.size, 0)
+    y, x = cupy.empty(x.shape, x.dtype), contiguous(x)
+    _launch("gelu", x.dtype, x.size, x, NOTHING, y, x.size, 0)
     return y
 
 
 def bias_gelu(x, b_F):
     y = cupy.empty(x.shape, x.dtype)
-    launch("gelu", x.dtype, x.size, _same(x), whole(b_F), y, x.size, len(b_F))
+    _launch("gelu", x.dtype, x.size, _same(x), contiguous(b_F), y, x.size, len(b_F))
     return y
 
 
 def gelu_backward(dy, x):
-    launch("gelu_backward", x.dtype, x.size, _same(dy), whole(x), x.size)
+    _launch("gelu_backward", x.dtype, x.size, _same(dy), contiguous(x), x.size)
     return dy.reshape(x.shape)
 
 
 def bias_gelu_backward(dy, slope, db_F):
     N, F = flat_rows(slope).shape
-    partial = cupy.empty((PARTS, F), wide(slope))
-    launch(
+    partial = cupy.empty((COLUMN_PARTS, F), wide(slope))
+    _launch(
         "bias_gelu_backward",
         dy.dtype,
-        PARTS * _whole_blocks(F),
+        COLUMN_PARTS * _whole_blocks(F),
         _same(dy),
-        whole(slope),
+        contiguous(slope),
         partial,
         N,
         F,
-        PARTS,
+        COLUMN_PARTS,
     )
     _add_parts(partial, db_F)
     return dy.reshape(slope.shape)
@@ -121,30 +130,30 @@ def _same(x):
 
 
 def layer_norm(x, gain_C, bias_C):
-    x = whole(x)
+    x = contiguous(x)
     N, C = flat_rows(x).shape
     y, x_hat, rstd_N1 = (
         cupy.empty(x.shape, x.dtype),
         cupy.empty(x.shape, x.dtype),
         cupy.empty((N, 1), wide(x)),
     )
-    arrays = x, whole(gain_C), whole(bias_C), y, x_hat, rstd_N1
-    launch("layer_norm", x.dtype, 32 * N, *arrays, N, C, rstd_N1.dtype.type(EPS))
+    arrays = x, contiguous(gain_C), contiguous(bias_C), y, x_hat, rstd_N1
+    _launch("layer_norm", x.dtype, 32 * N, *arrays, N, C, rstd_N1.dtype.type(EPS))
     return y, (x_hat, rstd_N1)
 
 
 def layer_norm_backward(dy, saved, gain_C, dgain_C, dbias_C):
     x_hat, rstd_N1 = saved
     N, C = flat_rows(x_hat).shape
-    partial = cupy.empty((PARTS, 2, C), rstd_N1.dtype)
-    launch(
+    partial = cupy.empty((COLUMN_PARTS, 2, C), rstd_N1.dtype)
+    _launch(
         "layer_norm_backward",
         dy.dtype,
-        PARTS * THREADS,
+        COLUMN_PARTS * THREADS,
         _same(dy),
         x_hat,
         rstd_N1,
-        whole(gain_C),
+        contiguous(gain_C),
         partial,
         N,
         C,
@@ -164,7 +173,7 @@ def _parts(x_TF, heads):
 
 def attention(qkv_BTF, heads):
     """As attention.attention, with all scores of one sequence at a time: H x T x T of them."""
-    (B, T, F), qkv_BTF = qkv_BTF.shape, whole(qkv_BTF)
+    (B, T, F), qkv_BTF = qkv_BTF.shape, contiguous(qkv_BTF)
     y_BTC = cupy.empty((B, T, F // 3), qkv_BTF.dtype)
     lse_BHT1 = cupy.empty((B, heads, T, 1), wide(qkv_BTF))
     scores_HTT, p_HTT = _squares(qkv_BTF, heads)
@@ -172,7 +181,7 @@ def attention(qkv_BTF, heads):
     for b in range(B):
         q_HTD, k_HTD, v_HTD = _parts(qkv_BTF[b], heads)
         multiply(q_HTD, k_HTD.swapaxes(1, 2), scores_HTT)
-        launch(
+        _launch(
             "causal_softmax",
             y_BTC.dtype,
             32 * heads * T,
@@ -189,7 +198,7 @@ def attention(qkv_BTF, heads):
 
 def attention_backward(dy_BTC, qkv_BTF, y_BTC, lse_BHT1):
     B, heads, T, _ = lse_BHT1.shape
-    dy_BTC, dqkv_BTF, D = whole(dy_BTC), cupy.empty_like(qkv_BTF), y_BTC.shape[-1] // heads
+    dy_BTC, dqkv_BTF, D = contiguous(dy_BTC), cupy.empty_like(qkv_BTF), y_BTC.shape[-1] // heads
     scores_HTT, p_HTT = _squares(qkv_BTF, heads)
     dp_HTT, ds_HTT = _squares(qkv_BTF, heads)
     scale = lse_BHT1.dtype.type(1 / math.sqrt(D))
@@ -200,7 +209,7 @@ def attention_backward(dy_BTC, qkv_BTF, y_BTC, lse_BHT1):
         multiply(q_HTD, k_HTD.swapaxes(1, 2), scores_HTT)
         multiply(dy_HTD, v_HTD.swapaxes(1, 2), dp_HTT)
         arrays = scores_HTT, dp_HTT, lse_BHT1[b], dy_BTC[b], y_BTC[b], p_HTT, ds_HTT
-        launch(
+        _launch(
             "causal_softmax_backward", y_BTC.dtype, 32 * heads * T, *arrays, heads * T, T, D, scale
         )
         multiply(p_HTT.swapaxes(1, 2), dy_HTD, dv_HTD)
@@ -229,9 +238,12 @@ def attention_to_all(q_HRD, k_HSD, v_HSD, y_HRD):
 
 
 def embedding_backward(dy, tokens, dw_VC):
-    dy_NC, tokens_N = whole(flat_rows(dy)), whole(tokens.reshape(-1).astype(np.int64, copy=False))
+    dy_NC, tokens_N = (
+        contiguous(flat_rows(dy)),
+        contiguous(tokens.reshape(-1).astype(np.int64, copy=False)),
+    )
     order_N = cupy.argsort(tokens_N).astype(np.int64, copy=False)  # CuPy's sort is stable
-    launch(
+    _launch(
         "embedding_backward", dy.dtype, dy_NC.size, dy_NC, tokens_N, order_N, dw_VC, *dy_NC.shape
     )
 
@@ -239,6 +251,8 @@ def embedding_backward(dy, tokens, dw_VC):
 def cross_entropy(logits_NV, targets_N, divisor):
     losses_N = cupy.empty(len(logits_NV), np.float64)
     weight = wide(logits_NV).type(1 / divisor if divisor else 0.0)
-    arrays = _same(logits_NV), whole(targets_N.astype(np.int64, copy=False)), losses_N
-    launch("cross_entropy", logits_NV.dtype, 32 * len(logits_NV), *arrays, *logits_NV.shape, weight)
+    arrays = _same(logits_NV), contiguous(targets_N.astype(np.int64, copy=False)), losses_N
+    _launch(
+        "cross_entropy", logits_NV.dtype, 32 * len(logits_NV), *arrays, *logits_NV.shape, weight
+    )
     return float(losses_N.sum()), logits_NV

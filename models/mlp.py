@@ -26,7 +26,7 @@ class MLP:
         self.depth, self.width, self.context, self.vocab = layers, width, context, vocab
         features = [context * width] + [width] * layers
         hidden = [Hidden(f"hidden.{i}", features[i], width) for i in range(layers)]
-        self.layers = [Embed(width, context, vocab), *hidden, Head(width, vocab)]
+        self.layers = [Embed(width, context, vocab), *hidden, MLPHead(width, vocab)]
 
     def check(self, inputs, targets):
         """Raises ValueError for a token outside of the vocabulary."""
@@ -107,7 +107,7 @@ class Hidden(Linear):
         return product_backward(dy_BF, x_BF, w["weight"], dw["weight"])
 
 
-class Head(Linear):
+class MLPHead(Linear):
     """(B, C) -> logits (B, V)."""
 
     def __init__(self, width, vocab):

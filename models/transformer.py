@@ -47,7 +47,7 @@ class GPT:
             Block(f"h.{i}", width, heads, residual_std=0.02 / math.sqrt(2 * layers))
             for i in range(layers)
         ]
-        self.layers = [Embedding(width, context, vocab), *blocks, Head(width, vocab)]
+        self.layers = [Embedding(width, context, vocab), *blocks, GPTHead(width, vocab)]
 
     def check(self, inputs, targets):
         """Raises ValueError for a token outside of the vocabulary."""
@@ -180,7 +180,7 @@ class Block(Layer):
         return np.add(d, dmid_BTC, out=dmid_BTC)
 
 
-class Head(Layer):
+class GPTHead(Layer):
     """(B, T, C) -> logits (B, T, V): the final layer norm, then the product with the embedding's own wte."""
 
     name = "head"

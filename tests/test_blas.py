@@ -12,7 +12,7 @@ from zmpi.process import blas, cores
 @pytest.fixture
 def eight_cores(monkeypatch):
     """A node of 8 cores, of which the launcher may use all and binds no rank."""
-    monkeypatch.setattr(cores, "cores", lambda environ: (8, 8))
+    monkeypatch.setattr(cores, "usable_cores", lambda environ: (8, 8))
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def test_what_a_blas_reads_is_the_users_decision_and_nothing_else(
     ],
 )
 def test_a_bound_rank_takes_no_more_than_its_cores(monkeypatch, own, together, ranks, share):
-    monkeypatch.setattr(cores, "cores", lambda environ: (own, together))
+    monkeypatch.setattr(cores, "usable_cores", lambda environ: (own, together))
     assert cores.share_of_cores({"MPI_LOCALNRANKS": str(ranks)}) == share
 
 
 def test_slurm_may_lend_a_part_of_the_node():
-    own, together = cores.cores({"SLURM_CPUS_ON_NODE": "1"})
+    own, together = cores.usable_cores({"SLURM_CPUS_ON_NODE": "1"})
     assert own >= 1 and together == 1
 
 

@@ -9,7 +9,7 @@ from models import MLP
 from zmpi import SGD, Policy
 from zmpi.cost import memory_limit as limit_of_a_step
 from zmpi.process import cores, machine
-from zmpi.process.cgroup import core_quota, memory_left, memory_limit
+from zmpi.process.cgroup import core_quota, memory_left, memory_max
 
 MEBI = 1 << 20
 NO_LIMIT = str(9223372036854771712)  # how version 1 writes it
@@ -94,7 +94,7 @@ def test_the_limit_of_memory_is_the_smallest_on_the_way_to_the_root(
     tmp_path, text, groups, limit, left
 ):
     one(tmp_path, text, groups)
-    assert memory_limit(tmp_path) == limit * MEBI
+    assert memory_max(tmp_path) == limit * MEBI
     assert memory_left(tmp_path) == left * MEBI
 
 
@@ -114,7 +114,7 @@ def test_a_rank_in_a_container_of_its_own_has_its_quota_alone(tmp_path, monkeypa
     groups = {"job/rank0": {"cpu.max": "3000 1000"}, "job": {"cpu.max": "max 1000"}}
     system(tmp_path, {"self": "0::/job/rank0\n", cores.os.getppid(): "0::/job\n"}, groups)
     monkeypatch.setattr(cores, "SYSTEM", tmp_path)
-    assert cores.cores({}) == (3, 8)
+    assert cores.usable_cores({}) == (3, 8)
     assert cores.share_of_cores({"MPI_LOCALNRANKS": "2"}) == 3
 
 

@@ -16,7 +16,7 @@ from zmpi.saving.manifest import DIGEST, JSON, Manifest, unit_entry
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK", 64)
+    monkeypatch.setattr(blocks, "CHECKED_BYTES", 64)
 
 
 def written(path, *arrays):

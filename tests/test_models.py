@@ -205,7 +205,7 @@ def test_a_token_outside_of_the_vocabulary_is_an_error_of_the_plain_loop(case, d
 
 def test_layers_that_share_a_unit_agree_on_shapes():
     model = GPT(**SMALL_GPT)
-    model.layers[-1] = transformer.Head(6, 12)
+    model.layers[-1] = transformer.GPTHead(6, 12)
     with pytest.raises(
         ValueError,
         match=r"^unit outer: wte.weight has shape \(11, 6\) in one layer, \(12, 6\) in another",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from zmpi.numbers import optim
-from zmpi.numbers.optim import BLOCK, SGD, AdamW, Slice, sums_of_squares
+from zmpi.numbers.optim import CACHE_BLOCK, SGD, AdamW, Slice, sums_of_squares
 
 LENGTH = 1000
 DECAYED = [(0, 300, True), (300, 401, False), (401, 907, True)]  # the rest is padding
@@ -155,7 +155,7 @@ def test_block_boundaries_change_no_bit(optimizer, block, monkeypatch):
         return [owned.master.tobytes(), *(vector.tobytes() for vector in owned.moments.values())]
 
     expected = result()
-    monkeypatch.setattr(optim, "BLOCK", block)
+    monkeypatch.setattr(optim, "CACHE_BLOCK", block)
     assert result() == expected
 
 
@@ -243,7 +243,17 @@ def test_other_wrong_hyperparameters_are_named():
 
 # ---- the sums of squares ---------------------------------------------------------------------------------------------
 
-LENGTHS = (0, 1, 7, 129, 8193, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3)  # of a piece
+LENGTHS = (
+    0,
+    1,
+    7,
+    129,
+    8193,
+    CACHE_BLOCK - 1,
+    CACHE_BLOCK,
+    CACHE_BLOCK + 1,
+    2 * CACHE_BLOCK + 3,
+)  # of a piece
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -263,7 +273,7 @@ def test_a_piece_has_the_same_sum_beside_others_and_alone(length):
     for size in (2, 3, 4, 6, 12):
         shards = [sums_of_squares(shard, 12 // size) for shard in np.split(vector, size)]
         assert np.concatenate(shards).tolist() == found, size
-    if length <= BLOCK:
+    if length <= CACHE_BLOCK:
         pieces = np.split(vector.astype(np.float64) ** 2, 12)
         assert [piece.sum() for piece in pieces] == found
 

@@ -6,7 +6,7 @@ import re
 import pytest
 from mpirun import ROOT, run_world
 
-from zmpi.cli.model_flags import SIZES, build_model
+from zmpi.cli.model_flags import DEFAULT_SIZES, build_model
 from zmpi.cli.optimizer_flags import HYPERPARAMETERS, build_optimizer
 from zmpi.cli.own import leave_defaults
 from zmpi.cli.start import engine_of
@@ -117,7 +117,7 @@ REFUSED = {  # flags, where C is the file of CLASSES -> the line
 def parsed(flags):
     """The arguments of a command line, as zmpi.train settles them."""
     args = parser().parse_args(flags)
-    leave_defaults(args, "model", SIZES, parser().given(flags))
+    leave_defaults(args, "model", DEFAULT_SIZES, parser().given(flags))
     leave_defaults(args, "optimizer", HYPERPARAMETERS, parser().given(flags))
     return args
 
@@ -157,7 +157,7 @@ def test_an_error_of_a_class_is_one_line_for_all_ranks(classes):
 
 def test_what_a_class_needs_and_was_not_given_is_the_flags_default(classes):
     args = parsed(["--model", f"{classes}:Sized", "--context", "16"])
-    assert build_model(args).given == {**SIZES, "context": 16, "width": 12}
+    assert build_model(args).given == {**DEFAULT_SIZES, "context": 16, "width": 12}
 
 
 def test_a_cosine_of_its_own_ends_after_the_last_step():

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from models import GPT, MLP
 from zmpi import plan
 from zmpi.core.stages import STAGES, elements_moved, state_bytes
-from zmpi.cost.estimate import HIGHEST, Setting, largest
-from zmpi.cost.paper import RANKS, SIZES, TABLE_1, TABLE_2, largest_model, state_gb
+from zmpi.cost.estimate import HIGHEST, Setting, largest_fitting
+from zmpi.cost.paper import PAPER_MODELS, PAPER_RANKS, TABLE_1, TABLE_2, largest_model, state_gb
 from zmpi.cost.speed import Speed, along, ranks_that_pay, speed_of
 from zmpi.numbers.precision import Policy
 
@@ -55,10 +55,10 @@ def test_the_json_is_in_bytes(capsys):
 
 @pytest.mark.parametrize("size", TABLE_1)
 def test_every_cell_of_table_1_is_within_one_unit_of_its_last_digit(size):
-    for ranks, row in zip(RANKS, TABLE_1[size], strict=True):
+    for ranks, row in zip(PAPER_RANKS, TABLE_1[size], strict=True):
         for stage, cell in zip(STAGES[1:], row, strict=True):
             unit = 10.0 ** -len(cell.partition(".")[2])
-            assert abs(state_gb(stage, SIZES[size], ranks) - float(cell)) <= unit, (
+            assert abs(state_gb(stage, PAPER_MODELS[size], ranks) - float(cell)) <= unit, (
                 ranks,
                 stage.number,
             )
@@ -124,7 +124,7 @@ def test_largest_is_the_last_that_fits(slope, start, memory):
     def needed(n):
         return start + slope * n + (n % 3)  # nearly a straight line, as memory is
 
-    found = largest(needed, memory)
+    found = largest_fitting(needed, memory)
     assert found == 0 or needed(found) <= memory
     assert found == HIGHEST or needed(found + 1) > memory
 

@@ -13,7 +13,7 @@ from models import GPT, plain_weights, units
 from zmpi.core.layout import Layout
 from zmpi.export import export
 from zmpi.saving import pretrained
-from zmpi.saving.blocks import BLOCK, BlockWriter, sampled_checksum
+from zmpi.saving.blocks import CHECKED_BYTES, BlockWriter, sampled_checksum
 from zmpi.saving.manifest import Manifest, unit_entry
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
@@ -123,7 +123,7 @@ def test_other_tools_spellings_are_read(tmp_path):
 
 
 def test_large_tensors_are_read_some_rows_at_a_time(folder, monkeypatch):
-    monkeypatch.setattr(pretrained, "ROWS", 10)
+    monkeypatch.setattr(pretrained, "READ_ELEMENTS", 10)
     assert same(read(folder), weights())
 
 
@@ -285,7 +285,7 @@ def test_an_export_takes_one_parameter_and_one_block(tmp_path):
     export(manifest, tmp_path / "to")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 4 * 4000 * 128 + BLOCK + (300 << 10)
+    assert peak < 4 * 4000 * 128 + CHECKED_BYTES + (300 << 10)
     found = safetensors_numpy.load_file(tmp_path / "to" / "model.safetensors")
     expected = {
         layout.prefix + name: array

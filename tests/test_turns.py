@@ -10,7 +10,7 @@ from zmpi.process.errors import Agreed
 
 
 class Counting:
-    """A trial whose engines write down who stepped when. `skips`, `fails`: (stage, step) of such steps."""
+    """A workload whose engines write down who stepped when. `skips`, `fails`: (stage, step) of such steps."""
 
     warm_up, steps = 1, 3
     policy = SimpleNamespace(precision="float16")
@@ -34,18 +34,18 @@ class Counting:
 
 
 def test_every_stage_takes_one_step_in_every_round_and_each_begins_with_another():
-    trial = Counting()
-    timings = in_turns(trial, None, [0, 1, 3])
-    assert trial.order == [0, 1, 3, 1, 3, 0, 3, 0, 1, 0, 1, 3]
+    workload = Counting()
+    timings = in_turns(workload, None, [0, 1, 3])
+    assert workload.order == [0, 1, 3, 1, 3, 0, 3, 0, 1, 0, 1, 3]
     for timing in timings.values():
         assert len(timing.step_s) == 3 and timing.blocked_s == [0.75] * 3
         assert (timing.loss, timing.tokens, timing.error) == (4.0, 24, None)
 
 
 def test_a_stage_that_fails_leaves_the_turns_to_the_others():
-    trial = Counting(fails=[(1, 2), (2, 0)])
-    timings = in_turns(trial, None, [0, 1, 2])
-    assert trial.order == [0, 1, 1, 0, 0, 0]
+    workload = Counting(fails=[(1, 2), (2, 0)])
+    timings = in_turns(workload, None, [0, 1, 2])
+    assert workload.order == [0, 1, 1, 0, 0, 0]
     assert [timings[stage].error for stage in (0, 1, 2)] == [
         None,
         "stage 1 failed",
@@ -54,8 +54,8 @@ def test_a_stage_that_fails_leaves_the_turns_to_the_others():
 
 
 def test_skipped_steps_are_not_timed_and_their_round_is_not_compared():
-    trial = Counting(skips=[(1, 3), (2, 2), (2, 3), (2, 4)])
-    timings = in_turns(trial, None, [0, 1, 2])
+    workload = Counting(skips=[(1, 3), (2, 2), (2, 3), (2, 4)])
+    timings = in_turns(workload, None, [0, 1, 2])
     assert [step is None for step in timings[1].step_s] == [False, True, False]
     assert len(timings[1].taken()) == 2 and timings[1].error is None
     assert timings[2].error.startswith("all 3 timed steps were skipped: gradients overflow float16")

@@ -153,7 +153,7 @@ def test_a_flag_that_is_not_a_runs_is_not_taken_from_a_manifest(checkpoint, name
         use(checkpoint)
 
 
-@pytest.mark.parametrize("name", resume.CODE)
+@pytest.mark.parametrize("name", resume.MAY_BE_OWN)
 def test_a_class_of_ones_own_is_never_saved_and_never_taken(checkpoint, name):
     """Not from an older manifest either, which names the file."""
     entries = Manifest.read(checkpoint).entries

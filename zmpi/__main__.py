@@ -7,7 +7,7 @@ from pathlib import Path
 from zmpi import __version__
 from zmpi.cli.options import Parser, alone
 from zmpi.process.errors import UsageError
-from zmpi.process.table import table
+from zmpi.process.table import in_columns
 
 COMMANDS = ("train", "verify", "bench", "plan", "generate", "export", "doctor")
 
@@ -19,7 +19,7 @@ def listed():
         source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
         run, _, what = ast.get_docstring(ast.parse(source)).splitlines()[0].partition(": ")
         rows.append((f"  {run}", what))
-    return f"zmpi {__version__}. The commands (each has --help):\n{table(rows, 2)}"
+    return f"zmpi {__version__}. The commands (each has --help):\n{in_columns(rows, 2)}"
 
 
 def main(argv=None):

@@ -10,22 +10,22 @@ from time import sleep
 from models import units
 from models.layer import one_target
 from zmpi import __version__
-from zmpi.cli.bench_flags import bench_flags
+from zmpi.cli.bench_flags import add_bench_flags
 from zmpi.cli.model_flags import (
-    SIZES,
+    DEFAULT_SIZES,
     build_model,
     refuse_beyond_memory,
 )
 from zmpi.cli.optimizer_flags import OPTIMIZERS, own_optimizer
 from zmpi.cli.options import Parser, check_files, named_as_flags
-from zmpi.cli.own import Place, leave_defaults
-from zmpi.cli.start import engine_of, refuse_different_texts, start
+from zmpi.cli.own import FileClass, leave_defaults
+from zmpi.cli.start import engine_of, refuse_different_texts, start_command
 from zmpi.cost.bench_table import heading, stage_table, sweep_table
-from zmpi.cost.measure import Trial, measure_stages
+from zmpi.cost.measure import Workload, measure_stages
 from zmpi.cost.page import open_page, write_report
 from zmpi.numbers.precision import Policy
 from zmpi.process.errors import UsageError
-from zmpi.process.machine import machine
+from zmpi.process.machine import machine_facts
 from zmpi.process.output import Output
 from zmpi.process.streams import check_printed
 from zmpi.text.data import Batches, load_text
@@ -38,14 +38,14 @@ ATTRIBUTES = ("depth", "width", "heads", "context", "vocab")
 def parser():
     """All flags. The names are a contract."""
     flags = Parser(COMMAND, __doc__)
-    bench_flags(flags)
+    add_bench_flags(flags)
     return flags
 
 
 def main(argv=None):
     """Run the command; what is wrong with it ends all ranks with one line."""
-    args, world = start(parser(), argv)
-    leave_defaults(args, "model", SIZES, parser().given(argv))
+    args, world = start_command(parser(), argv)
+    leave_defaults(args, "model", DEFAULT_SIZES, parser().given(argv))
     with ExitStack() as held:  # the files, given back however this ends
         _run(args, world, held)
 
@@ -56,9 +56,9 @@ def _run(args, world, held):
         stages = _stages(args.stages)
         points = _points(args, world)
         for point in points:
-            trial = _trial(args, world, point)
-            refuse_beyond_memory(args, trial.build(), world, min(stages))
-    refuse_different_texts(world, trial.batches.text)
+            workload = _workload(args, world, point)
+            refuse_beyond_memory(args, workload.build(), world, min(stages))
+    refuse_different_texts(world, workload.batches.text)
     with world.agreed():
         if world.rank == 0:
             outputs = _open_outputs(args, held)
@@ -102,8 +102,8 @@ def _points(args, world):
     return [{}]
 
 
-def _trial(args, world, point):
-    """The Trial of one point. Raises ValueError or OSError for flags that do not fit."""
+def _workload(args, world, point):
+    """The Workload of one point. Raises ValueError or OSError for flags that do not fit."""
     micro_batch = point.get("micro_batch", args.micro_batch)
     changed = {"width": point["width"]} if "width" in point else {}
 
@@ -118,12 +118,12 @@ def _trial(args, world, point):
     batches = Batches.on(world, text, micro_batch, one_target(model))
     steps = args.accumulate, args.warm_up, args.steps
     parts = engine_of(args.comm)
-    return Trial(build, policy, _optimizer(args), args.seed, batches, *steps, parts)
+    return Workload(build, policy, _optimizer(args), args.seed, batches, *steps, parts)
 
 
 def _optimizer(args):
     """The optimizer of the flag, whose hyperparameters change no cost."""
-    if isinstance(args.optimizer, Place):
+    if isinstance(args.optimizer, FileClass):
         return own_optimizer(args.optimizer, {}, LR)
     return OPTIMIZERS[args.optimizer](**LR, clip=1.0)
 
@@ -133,9 +133,9 @@ def _bench(args, world, stages, point):
     part = _first_ranks(world, point.get("ranks", world.size))
     report = None
     if part is not None:
-        trial = _trial(args, part, point)
-        turns, rows = measure_stages(trial, part, stages, lanes=bool(args.report))
-        model = trial.build()
+        workload = _workload(args, part, point)
+        turns, rows = measure_stages(workload, part, stages, lanes=bool(args.report))
+        model = workload.build()
         report = {
             "zmpi": __version__,
             "argv": sys.argv[1:],
@@ -147,9 +147,9 @@ def _bench(args, world, stages, point):
             "parameters": sum(
                 prod(shape) for unit in units(model).values() for shape in unit.shapes.values()
             ),
-            "recipe": trial.policy.recipe.bytes_per_parameter(len(trial.optimizer.moments)),
+            "recipe": workload.policy.recipe.bytes_per_parameter(len(workload.optimizer.moments)),
             "size": part.size,
-            "micro_batch": trial.batches.micro_batch,
+            "micro_batch": workload.batches.micro_batch,
             "accumulate": args.accumulate,
             "optimizer": args.optimizer,
             "comm": args.comm,
@@ -157,9 +157,9 @@ def _bench(args, world, stages, point):
             "recompute": args.recompute,
             "steps": args.steps,
             "warm_up": args.warm_up,
-            "reduction": part.reduction_for(trial.policy.recipe),
+            "reduction": part.reduction_for(workload.policy.recipe),
             "peak_flops": args.flops,
-            "machine": machine(part),
+            "machine": machine_facts(part),
             **turns,
             "stages": rows,
         }

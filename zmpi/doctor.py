@@ -8,37 +8,37 @@ from time import perf_counter
 import numpy as np
 
 from zmpi.cli.options import Parser
-from zmpi.cli.start import start, world_flags
+from zmpi.cli.start import add_world_flags, start_command
 from zmpi.core.layout import Layout
 from zmpi.messages.comm import Communicator
 from zmpi.messages.ledger import Ledger
 from zmpi.process.blas import kernels_in_use
-from zmpi.process.cores import cores
+from zmpi.process.cores import usable_cores
 from zmpi.process.launch import launcher
 from zmpi.process.machine import cpu_name
 from zmpi.process.streams import check_printed
-from zmpi.process.table import table
+from zmpi.process.table import in_columns
 
 COMMAND = "zmpi.doctor"
-SIZES = (
+VECTOR_ELEMENTS = (
     1 << 14,
     1 << 18,
     1 << 20,
     1 << 22,
 )  # float32 elements of the vectors that are sent: 64 KiB to 16 MiB
-ROUNDS = 7  # the median of which counts
+TIMED_ROUNDS = 7  # the median of which counts
 
 
 def parser():
     """All flags."""
     flags = Parser(COMMAND, __doc__)
-    world_flags(flags.add_argument_group("how it is run"), timeout=60)
+    add_world_flags(flags.add_argument_group("how it is run"), timeout=60)
     return flags
 
 
 def main(argv=None):
     """Run the command: the report, and a last line that is the verdict. Status 1 where this MPI is not usable."""
-    _, world = start(parser(), argv)
+    _, world = start_command(parser(), argv)
     ranks = world.share(_own_facts(world), "the doctor's figures")
     rates, wrong = _rates(world)
     wrong = [text for text in world.share(wrong, "the doctor's figures") if text]
@@ -57,7 +57,7 @@ def main(argv=None):
             f"transport {world.transport} ({world.transport_why}), device {world.device.name} {_chosen(world.device)}"
         )
         print(
-            table(
+            in_columns(
                 [
                     ("rank", "host", "processor", "BLAS kernels", "cores", "threads", "device"),
                     *ranks,
@@ -92,7 +92,7 @@ def verdict(world, threads, aware, wrong):
 
 def _own_facts(world):
     """This rank's row."""
-    own, _ = cores(os.environ)
+    own, _ = usable_cores(os.environ)
     device = world.device.name
     return (
         str(world.rank),
@@ -115,11 +115,11 @@ def _rates(world):
         [("float32 vector", "all-gather", "reduce-scatter, mpi", "reduce-scatter, ordered")],
         None,
     )
-    for elements in SIZES:
+    for elements in VECTOR_ELEMENTS:
         cells, fault = _rates_at(world, elements)
         rows.append((f"{elements * 4 >> 10:,} KiB", *cells))
         wrong = wrong or fault
-    return f"MB/s sent by each rank, median of {ROUNDS}\n" + table(rows), wrong
+    return f"MB/s sent by each rank, median of {TIMED_ROUNDS}\n" + in_columns(rows), wrong
 
 
 def _rates_at(world, elements):
@@ -157,7 +157,7 @@ def _rate(world, layout, call):
     """MB/s of what a rank sends in one call, as text."""
     call()
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(TIMED_ROUNDS):
         with world.guard.waiting("the doctor's meeting"):
             world.mpi.Barrier()
         began = perf_counter()

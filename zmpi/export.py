@@ -12,7 +12,7 @@ from zmpi.cli.options import Parser, alone, file_name
 from zmpi.saving import pretrained
 from zmpi.saving.found import read_checkpoint, with_newest
 from zmpi.saving.manifest import Readers
-from zmpi.saving.schema import SIZES
+from zmpi.saving.schema import SIZES_OF_KIND
 
 COMMAND = "zmpi.export"
 OTHER_FILES = 64  # that a process has open, about
@@ -67,7 +67,7 @@ def export(manifest, to):
         raise ValueError(
             f"{manifest.folder}: only a transformer has a published format, this is a {model['kind']}"
         )
-    sizes = {"layers" if name == "depth" else name: model[name] for name in SIZES["GPT"]}
+    sizes = {"layers" if name == "depth" else name: model[name] for name in SIZES_OF_KIND["GPT"]}
     with Readers(manifest, _files_at_once(len(manifest.files))) as readers:
         pretrained.write(
             to, sizes, manifest.shapes, lambda name: manifest.read_parameter(name, readers)

@@ -7,7 +7,7 @@ then the window moves on with every token, and with it all positions: the window
 from models import GPT, MLP
 from zmpi.cli.model_flags import SEEDS
 from zmpi.cli.options import Parser, file_name, real, whole
-from zmpi.cli.start import start, world_flags
+from zmpi.cli.start import add_world_flags, start_command
 from zmpi.core.engine import ZeRO
 from zmpi.numbers.optim import SGD
 from zmpi.numbers.precision import Policy
@@ -15,7 +15,7 @@ from zmpi.process.agree import same_on_all_ranks
 from zmpi.process.streams import check_printed
 from zmpi.saving.checkpoint import find, load_weights, refuse_other_model
 from zmpi.saving.pretrained import END_OF_TEXT, PUBLISHED_VOCAB
-from zmpi.saving.schema import SIZES
+from zmpi.saving.schema import SIZES_OF_KIND
 from zmpi.text.coding import Bytes, Ids, Voice, Words
 from zmpi.text.sampling import Draws, generate
 
@@ -42,13 +42,13 @@ def parser():
     top_k = "draw from the k likeliest tokens only (0: from all)"
     add("--top-k", type=whole(0), default=0, help=top_k)
     add("--seed", type=whole(0, SEEDS), default=0, help="seed of the draws")
-    world_flags(flags)
+    add_world_flags(flags)
     return flags
 
 
 def main(argv=None):
     """Run the command; what is wrong with it ends all ranks with one line."""
-    args, world = start(parser(), argv)
+    args, world = start_command(parser(), argv)
     manifest = find(args.checkpoint, world)
     with world.agreed():
         if (args.prompt is None) == (args.prompt_ids is None):
@@ -117,7 +117,7 @@ def _build(manifest):
         raise ValueError(
             f"{manifest.folder}: expected a {' or '.join(kinds)}, got a {model['kind']}"
         )
-    sizes = {name: model[name] for name in SIZES[model["kind"]]}
+    sizes = {name: model[name] for name in SIZES_OF_KIND[model["kind"]]}
     return kinds[model["kind"]](layers=sizes.pop("depth"), **sizes)
 
 

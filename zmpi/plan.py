@@ -3,17 +3,17 @@
 import json
 from dataclasses import replace
 
-from zmpi.cli.model_flags import build_model, model_flags
+from zmpi.cli.model_flags import add_model_flags, build_model
 from zmpi.cli.options import Parser, alone, file_name, named_as_flags, real, whole
 from zmpi.core.stages import STAGES, state_bytes
-from zmpi.cost.estimate import Setting, largest
+from zmpi.cost.estimate import Setting, largest_fitting
 from zmpi.cost.paper import both_tables, largest_model
 from zmpi.cost.plan_tables import SHARDED, fits_table, memory_table, moved_table, times_table
 from zmpi.cost.speed import Speed, links_of, ranks_that_pay, speed_of
 from zmpi.numbers.precision import RECIPES, Policy
 from zmpi.process.errors import UsageError
 from zmpi.process.files import named
-from zmpi.process.table import in_bytes, short, table, unit_for
+from zmpi.process.table import in_bytes, in_columns, short, unit_for
 from zmpi.text.formats import refuse_irregular
 
 COMMAND = "zmpi.plan"
@@ -29,7 +29,7 @@ def parser():
         type=real(1),
         help="number of parameters: state alone, by the formula (default: a model's)",
     )
-    model_flags(
+    add_model_flags(
         flags.add_argument_group("or a model, walked through (--layers chooses this)"), own=False
     )
     _how(flags.add_argument_group("how it is run").add_argument)
@@ -163,7 +163,10 @@ def _of_formula(args):
         lines.append(
             (f"  {row['stage']}", sharded, *(short(row[kind] / divisor) for kind in kinds))
         )
-    text = f"{_opening(parameters, args, recipe)}; {name} per rank (1 {name} = {divisor:,} bytes), state alone\n{table(lines, 2)}"
+    text = (
+        f"{_opening(parameters, args, recipe)}; {name} per rank (1 {name} = {divisor:,} bytes),"
+        f" state alone\n{in_columns(lines, 2)}"
+    )
     if args.memory:
         text += f"\nlargest number of parameters whose state alone fits {in_bytes(args.memory)} per rank"
         text += "".join(
@@ -279,10 +282,10 @@ def _measured(flag, path, read, what):
 def _limits(setting, walk, memory):
     """The largest model and the largest micro-batch that fit, at the stage of the walk."""
     stage = walk.stage.number
-    layers = largest(lambda n: setting.walk(stage, layers=n).peak, memory)
+    layers = largest_fitting(lambda n: setting.walk(stage, layers=n).peak, memory)
     state = largest_model(walk.stage, setting.ranks, memory, setting.policy.recipe)
     found = {"largest_parameters": state, "largest_layers": layers}
-    found["largest_micro_batch"] = largest(
+    found["largest_micro_batch"] = largest_fitting(
         lambda n: setting.walk(stage, micro_batch=n).peak, memory
     )
     return found

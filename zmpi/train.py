@@ -10,15 +10,15 @@ from tqdm import tqdm
 
 from models.layer import one_target
 from zmpi.cli import resume
-from zmpi.cli.model_flags import SIZES, build_model, refuse_beyond_memory
+from zmpi.cli.model_flags import DEFAULT_SIZES, build_model, refuse_beyond_memory
 from zmpi.cli.optimizer_flags import HYPERPARAMETERS, build_optimizer
 from zmpi.cli.options import Parser, named_as_flags
-from zmpi.cli.own import Place, leave_defaults
+from zmpi.cli.own import FileClass, leave_defaults
 from zmpi.cli.progress import NothingTrained, Progress
 from zmpi.cli.report import opening, summary
 from zmpi.cli.run_log import LogLost, RunLog, open_log
-from zmpi.cli.start import engine_of, refuse_different_texts, start
-from zmpi.cli.train_flags import check_outputs, refuse, train_flags
+from zmpi.cli.start import engine_of, refuse_different_texts, start_command
+from zmpi.cli.train_flags import add_train_flags, check_outputs, refuse
 from zmpi.core.step import Stopped
 from zmpi.cost.memory_limit import refuse_beyond_limit
 from zmpi.cost.trace import Trace, open_trace, write_trace
@@ -36,13 +36,13 @@ KEEP = 3  # checkpoints
 def parser():
     """All flags. The names are a contract."""
     flags = Parser(COMMAND, __doc__)
-    train_flags(flags)
+    add_train_flags(flags)
     return flags
 
 
 def main(argv=None):
     """Run the command; what is wrong with it ends all ranks with one line."""
-    args, world = start(parser(), argv)
+    args, world = start_command(parser(), argv)
     with world.agreed():
         refuse(args)
     with ExitStack() as held:  # the folder of checkpoints, given back however this run ends
@@ -106,7 +106,7 @@ def _outputs(args, world, held):
 def _take_settings(args, world, argv, manifest):
     """What the command line leaves open comes from what the run goes on from."""
     given = parser().given(argv)
-    leave_defaults(args, "model", SIZES, given)
+    leave_defaults(args, "model", DEFAULT_SIZES, given)
     leave_defaults(args, "optimizer", HYPERPARAMETERS, given)
     if manifest:
         saved = resume.saved_flags(manifest, parser())
@@ -133,7 +133,9 @@ def _engine(args, model, world):
                 args.loss_scale,
                 args.loss_scale_window,
             )
-        if not any(isinstance(value, Place) for value in (args.model, args.optimizer, args.comm)):
+        if not any(
+            isinstance(value, FileClass) for value in (args.model, args.optimizer, args.comm)
+        ):
             batch = args.micro_batch, args.accumulate
             refuse_beyond_limit(model, world, args.stage, optimizer, policy, batch)
     engine = watched(engine, Trace) if args.trace else engine

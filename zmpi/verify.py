@@ -11,7 +11,7 @@ from zmpi.cli.model_flags import own_model
 from zmpi.cli.optimizer_flags import own_optimizer
 from zmpi.cli.options import Parser, real
 from zmpi.cli.own import own_or
-from zmpi.cli.start import engine_of, start, world_flags
+from zmpi.cli.start import add_world_flags, engine_of, start_command
 from zmpi.process.streams import check_printed
 from zmpi.proof.accounts import state_is_exact, volumes_are_exact
 from zmpi.proof.conduct import conducted
@@ -58,7 +58,7 @@ def promises(trial, checks=tuple(CHECKS)):
 
 def main(argv=None):
     """Run the command; status 1 if a promise is not kept."""
-    args, world = start(_parser(), argv)
+    args, world = start_command(_parser(), argv)
     with world.agreed():
         trial = _trial(args, world)
     say = print if world.rank == 0 else _nothing
@@ -105,7 +105,7 @@ def _parser():
         default="float32",
         help="number types of the runs",
     )
-    world_flags(flags, timeout=60)
+    add_world_flags(flags, timeout=60)
     add(
         "--comm",
         type=own_or("zmpi"),

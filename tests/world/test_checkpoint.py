@@ -15,7 +15,7 @@ from zmpi import ZeRO
 from zmpi.export import export
 from zmpi.numbers.precision import RECIPES
 from zmpi.saving import blocks
-from zmpi.saving.blocks import BLOCK
+from zmpi.saving.blocks import CHECKED_BYTES
 from zmpi.saving.checkpoint import find
 
 SIZES = (1, 3)
@@ -203,7 +203,7 @@ def test_saving_takes_no_memory_and_loading_one_block(world, folder, stage, prec
     rounding = 0 if precision == "float32" else smallest
     assert small_change < smallest / 2
     assert peaks[0] < small_change, peaks
-    assert peaks[1] < BLOCK + small_change + rounding, peaks
+    assert peaks[1] < CHECKED_BYTES + small_change + rounding, peaks
 
 
 def test_a_rank_reads_its_share_of_the_check_and_the_ranges_it_needs(world, folder, monkeypatch):
@@ -220,5 +220,5 @@ def test_a_rank_reads_its_share_of_the_check_and_the_ranges_it_needs(world, fold
     monkeypatch.setattr(blocks.os, "preadv", counting)
     zero.load(folder)
     total = sum(record.bytes for record in find(folder, world).files)
-    assert sum(read) <= 2 * total / world.size + 3 * BLOCK
+    assert sum(read) <= 2 * total / world.size + 3 * CHECKED_BYTES
     assert np.isfinite(copied(zero)["wte.weight"]).all()

@@ -10,7 +10,7 @@ from training import STAGES, adamw, gpt, mlp, share, world_of
 import models as models_package
 import zmpi
 from zmpi import Policy, ZeRO
-from zmpi.numbers.optim import BLOCK
+from zmpi.numbers.optim import CACHE_BLOCK
 
 SIZES = (1, 3, 4)
 
@@ -55,7 +55,7 @@ def float64_arrays_seen(call):
         call()
     finally:
         sys.settrace(None)
-    assert all(elements <= BLOCK for function, _, elements in found if function == NORM)
+    assert all(elements <= CACHE_BLOCK for function, _, elements in found if function == NORM)
     return {entry for entry in found if entry[0] != NORM}
 
 

@@ -9,7 +9,7 @@ from training import STAGES, adamw, gpt, share, world_of
 from zmpi import Policy, ZeRO
 from zmpi.cost.trace import (
     AMOUNTS,
-    STEPS,
+    KEPT_STEPS,
     Trace,
     aligned,
     by_verb,
@@ -102,8 +102,8 @@ def test_tracing_changes_no_bit_and_keeps_the_last_steps(comm):
     assert [plain.train_step(share(plain.model, s, plain.world, 1)) for s in (1, 2, 3)][
         2
     ] == zero.train_step(share(zero.model, 3, zero.world, 1))
-    zero.ledger.steps.extend([zero.ledger.steps[-1]] * (STEPS + 5))
-    assert len(zero.ledger.steps) == STEPS
+    zero.ledger.steps.extend([zero.ledger.steps[-1]] * (KEPT_STEPS + 5))
+    assert len(zero.ledger.steps) == KEPT_STEPS
 
 
 def test_an_evaluation_is_no_part_of_a_step(comm):

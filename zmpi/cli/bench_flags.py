@@ -1,21 +1,21 @@
 """The flags of zmpi.bench."""
 
-from zmpi.cli.model_flags import SEEDS, model_flags
+from zmpi.cli.model_flags import SEEDS, add_model_flags
 from zmpi.cli.optimizer_flags import OPTIMIZERS
 from zmpi.cli.options import file_name, real, whole
 from zmpi.cli.own import own_or
-from zmpi.cli.start import world_flags
-from zmpi.cli.train_flags import step_flags
+from zmpi.cli.start import add_world_flags
+from zmpi.cli.train_flags import add_step_flags
 from zmpi.numbers.precision import RECIPES
 
 
-def bench_flags(flags):
+def add_bench_flags(flags):
     """Add all flags to the command's parser, in groups."""
-    model_flags(flags.add_argument_group("model and data"))
+    add_model_flags(flags.add_argument_group("model and data"))
     _what(flags.add_argument_group("what is run").add_argument)
     run = flags.add_argument_group("how it is run")
-    step_flags(run)
-    world_flags(run)
+    add_step_flags(run)
+    add_world_flags(run)
     _outputs(flags.add_argument_group("what comes out").add_argument)
 
 

@@ -6,7 +6,7 @@ from math import prod
 from models import GPT, MLP
 from models.layer import units
 from zmpi.cli.options import named_as_flags, whole
-from zmpi.cli.own import Place, accepts, call, load_class, own_or
+from zmpi.cli.own import FileClass, accepts, call, load_class, own_or
 from zmpi.core.stages import STAGES, state_bytes
 from zmpi.numbers.domains import Domain
 from zmpi.numbers.precision import RECIPES
@@ -15,20 +15,20 @@ from zmpi.process.machine import node_memory
 from zmpi.process.table import in_bytes
 
 SEEDS = 1 << 64
-MODELS = ("transformer", "mlp")
-SIZES = {"layers": 2, "width": 128, "heads": 4, "context": 64, "vocab": 256}
+MODEL_KINDS = ("transformer", "mlp")
+DEFAULT_SIZES = {"layers": 2, "width": 128, "heads": 4, "context": 64, "vocab": 256}
 # what a model's data needs to know; one that has none gets the flags'
-WINDOW = ("context", "vocab")
+DATA_SIZES = ("context", "vocab")
 LAYER = ("name", "unit", "backward_needs_weights", "shapes", "init", "forward", "backward")
 
 
-def model_flags(group, own=True):
+def add_model_flags(group, own=True):
     """Add the flags that choose the model; `own`: it may be a class of one's own."""
     add = group.add_argument
     names = (
-        {"type": own_or(*MODELS), "metavar": "|".join([*MODELS, "FILE:CLASS"])}
+        {"type": own_or(*MODEL_KINDS), "metavar": "|".join([*MODEL_KINDS, "FILE:CLASS"])}
         if own
-        else {"choices": MODELS}
+        else {"choices": MODEL_KINDS}
     )
     kinds = "transformer (GPT-2) or mlp (a multilayer perceptron)"
     add(
@@ -45,17 +45,17 @@ def model_flags(group, own=True):
         "vocab": "number of different tokens",
     }
     for name, what in sizes.items():
-        default = None if name == "heads" else SIZES[name]
+        default = None if name == "heads" else DEFAULT_SIZES[name]
         add(f"--{name}", type=whole(1), default=default, help=what)
 
 
 def build_model(args, **changed):
     """The model of the flags, some of them `changed`. Raises ValueError, which names the flag, for what does not fit."""
     get = {**vars(args), **changed}.get
-    if isinstance(get("model"), Place):
-        sizes = {name: get(name) for name in SIZES}
+    if isinstance(get("model"), FileClass):
+        sizes = {name: get(name) for name in DEFAULT_SIZES}
         return _own_model(
-            get("model"), sizes, {name: sizes[name] or SIZES[name] for name in WINDOW}
+            get("model"), sizes, {name: sizes[name] or DEFAULT_SIZES[name] for name in DATA_SIZES}
         )
     sizes = get("width"), get("context"), get("vocab")
     if get("model") == "mlp" and get("heads") is not None:
@@ -64,7 +64,7 @@ def build_model(args, **changed):
         if get("model") == "mlp":
             return MLP(get("layers"), *sizes)
         width, context, vocab = sizes
-        heads = SIZES["heads"] if get("heads") is None else get("heads")
+        heads = DEFAULT_SIZES["heads"] if get("heads") is None else get("heads")
         return GPT(get("layers"), width, heads, context, vocab)
 
 
@@ -85,7 +85,7 @@ def own_model(place, *tried):
 
 def _own_model(place, sizes, window):
     """A model of a class of one's own, called with the sizes that are not None; without a `window` of its own it gets one."""
-    model = call("--model", place, load_class("--model", place), sizes, SIZES)
+    model = call("--model", place, load_class("--model", place), sizes, DEFAULT_SIZES)
     layers, loss = getattr(model, "layers", None), getattr(model, "loss", None)
     if not isinstance(layers, (list, tuple)) or not layers or not callable(loss):
         raise ValueError(f"--model: {place} needs `layers`, a list, and `loss`, a method")
@@ -98,7 +98,7 @@ def _own_model(place, sizes, window):
             )
     try:
         units(model)
-        for name in WINDOW:
+        for name in DATA_SIZES:
             size = Domain(1, whole=True).of(name, getattr(model, name, window[name]))
             object.__setattr__(model, name, size)
     except (ValueError, AttributeError) as error:

@@ -3,16 +3,21 @@
 from dataclasses import fields
 
 from zmpi.cli.options import named_as_flags, number, real, whole
-from zmpi.cli.own import Place, call, load_class, own_or
+from zmpi.cli.own import FileClass, call, load_class, own_or
 from zmpi.numbers.optim import DOMAINS, SGD, AdamW, Optimizer
 
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
-SHARED = {"lr": 3e-3, "warmup": 20, "schedule": "cosine", "clip": 1.0}  # the command's defaults
+COMMAND_DEFAULTS = {
+    "lr": 3e-3,
+    "warmup": 20,
+    "schedule": "cosine",
+    "clip": 1.0,
+}  # the command's defaults
 OTHERS = ("decay_steps", "weight_decay", "beta1", "beta2", "eps", "momentum")
-HYPERPARAMETERS = (*SHARED, *OTHERS)
+HYPERPARAMETERS = (*COMMAND_DEFAULTS, *OTHERS)
 
 
-def optimizer_flags(group):
+def add_optimizer_flags(group):
     """Add the flags that choose the optimizer."""
     add = group.add_argument
     add(
@@ -32,7 +37,7 @@ def optimizer_flags(group):
         "momentum": "share of the last step's direction (default: 0; not for adamw)",
     }
     for name, what in numbers.items():
-        flag, default = f"--{name.replace('_', '-')}", SHARED.get(name)
+        flag, default = f"--{name.replace('_', '-')}", COMMAND_DEFAULTS.get(name)
         add(flag, type=number(DOMAINS[name]), default=default, help=what)
 
 
@@ -46,11 +51,11 @@ def _course_flags(add):
         "warmup": (whole(0), "steps over which the learning rate rises"),
     }
     for name, (kind, what) in course.items():
-        add(f"--{name}", type=kind, default=SHARED[name], help=what)
+        add(f"--{name}", type=kind, default=COMMAND_DEFAULTS[name], help=what)
     add(
         "--schedule",
         choices=("cosine", "constant"),
-        default=SHARED["schedule"],
+        default=COMMAND_DEFAULTS["schedule"],
         help="course of the learning rate after that",
     )
     add(
@@ -63,12 +68,12 @@ def _course_flags(add):
 def build_optimizer(args):
     """The optimizer of the flags. Raises ValueError for a flag that it does not have."""
     given = {name: getattr(args, name) for name in HYPERPARAMETERS}
-    if isinstance(args.optimizer, Place):
+    if isinstance(args.optimizer, FileClass):
         found = _own_class(args.optimizer)
         cosine = (given["schedule"] or found.schedule) == "cosine"
         if cosine and not (given["decay_steps"] or found.decay_steps):
             given["decay_steps"] = _decay_steps(args, found.warmup)
-        return own_optimizer(args.optimizer, given, SHARED)
+        return own_optimizer(args.optimizer, given, COMMAND_DEFAULTS)
     kind = OPTIMIZERS[args.optimizer]
     own = {field.name for field in fields(kind)}
     given = {name: value for name, value in given.items() if value is not None}
@@ -78,7 +83,7 @@ def build_optimizer(args):
             f"--{foreign[0].replace('_', '-')}: does not apply to --optimizer {args.optimizer}"
         )
     with named_as_flags():
-        return kind(**{**given, "decay_steps": _decay_steps(args, SHARED["warmup"])})
+        return kind(**{**given, "decay_steps": _decay_steps(args, COMMAND_DEFAULTS["warmup"])})
 
 
 def own_optimizer(place, given, defaults):

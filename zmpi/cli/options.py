@@ -7,7 +7,7 @@ import sys
 from contextlib import contextmanager
 
 from zmpi import __version__
-from zmpi.numbers.domains import SIZES, Domain
+from zmpi.numbers.domains import SIZE_BOUND, Domain
 from zmpi.process.errors import UsageError, one_line
 from zmpi.process.launch import launched_rank
 from zmpi.process.streams import check_printed, forgiving_output
@@ -82,7 +82,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-def whole(lowest, below=SIZES):
+def whole(lowest, below=SIZE_BOUND):
     """An argparse type: a whole number of at least `lowest`, and below a bound."""
     return number(Domain(lowest, below=below, whole=True))
 

@@ -9,7 +9,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 
-class Place(str):
+class FileClass(str):
     """FILE:CLASS. Its file may lie elsewhere on each rank, with the same text in it."""
 
     @property
@@ -30,7 +30,7 @@ class Place(str):
 
 
 def own_or(*names):
-    """An argparse type: one of the names, or a Place."""
+    """An argparse type: one of the names, or a FileClass."""
 
     def convert(text):
         if text in names:
@@ -39,24 +39,24 @@ def own_or(*names):
             expected = ", ".join([*names, "FILE:CLASS"])
             of = "one of " if names else ""
             raise argparse.ArgumentTypeError(f"expected {of}{expected}; got {text!r}")
-        return Place(text)
+        return FileClass(text)
 
     return convert
 
 
 def leave_defaults(args, flag, names, given):
-    """Where `flag` is a Place: of the flags `names`, those that were not `given` become None. The class has defaults too."""
-    if isinstance(getattr(args, flag), Place):
+    """Where `flag` is a FileClass: of the flags `names`, those that were not `given` become None. The class has defaults too."""
+    if isinstance(getattr(args, flag), FileClass):
         for name in set(names) - set(given):
             setattr(args, name, None)
 
 
 def load_class(flag, place, kinds=(object,), what="class"):
-    """The class of a Place, a subclass of one of `kinds`. Raises ValueError, which names the flag, where there is none.
+    """The class of a FileClass, a subclass of one of `kinds`. Raises ValueError, which names the flag, where there is none.
 
     The file is imported once, however many flags name it.
     """
-    place = Place(place)
+    place = FileClass(place)
     if not place.file.is_file() or not place.name:
         raise ValueError(
             f"{flag}: expected FILE:CLASS, got {place} ({place.rpartition(':')[0] or 'FILE'} is not a file)"

@@ -2,7 +2,7 @@
 
 A flag that is not given takes the saved value; one that is given must agree with it, unless it is in FREE: those change
 how the same training is carried out. Evaluations, logs and checkpoints are each run's own. A file with code of the
-user's own (CODE) is never saved, so that no checkpoint names code to run: it must be given again.
+user's own (MAY_BE_OWN) is never saved, so that no checkpoint names code to run: it must be given again.
 """
 
 import platform
@@ -16,7 +16,7 @@ from zmpi.process.errors import UsageError
 from zmpi.saving import pretrained
 from zmpi.saving.blocks import sampled_checksum
 from zmpi.saving.manifest import JSON
-from zmpi.saving.schema import SIZES
+from zmpi.saving.schema import SIZES_OF_KIND
 from zmpi.text.data import described
 
 FREE = (
@@ -47,7 +47,7 @@ OPTIMIZER = (
 SEARCHED = 10_000  # numbers that are tried for one that divides a batch
 SCALING = ("loss_scale", "loss_scale_window")  # free too, if the precision is the same
 SAVED = ("data", "seed", *MODEL, *OPTIMIZER, *SCALING, *FREE)
-CODE = ("model", "optimizer", "comm")  # what may be FILE:CLASS, a class of the user's own
+MAY_BE_OWN = ("model", "optimizer", "comm")  # what may be FILE:CLASS, a class of the user's own
 
 
 def describe_run(args, zero, text):
@@ -59,7 +59,7 @@ def describe_run(args, zero, text):
     flags["decay_steps"] = flags["decay_steps"] or None  # of an optimizer without a decay
     if args.data != "builtin":
         flags["data"] = str(Path(args.data).resolve())
-    code = {name: class_of(flags.pop(name)) for name in CODE if class_of(flags[name])}
+    code = {name: class_of(flags.pop(name)) for name in MAY_BE_OWN if class_of(flags[name])}
     batch = args.micro_batch * args.accumulate * zero.world.size
     position = {
         "global_batch": batch,
@@ -85,7 +85,7 @@ def saved_flags(manifest, parser):
             f"{manifest.folder}: saved by a script, not by zmpi.train; load it with zero.load"
         )
     flags = manifest["run"]["flags"]
-    kept = [name for name in flags if not (name in CODE and class_of(flags[name]))]
+    kept = [name for name in flags if not (name in MAY_BE_OWN and class_of(flags[name]))]
     words = []
     for name in kept:
         flag, value = f"--{name.replace('_', '-')}", flags[name]
@@ -99,7 +99,7 @@ def saved_flags(manifest, parser):
         raise ValueError(f"{path}: {error}") from None
     unset = [name for name in (*MODEL, *OPTIMIZER, "comm") if flags.get(name, 0) is None]
     saved = {name: None if name in unset else parsed[name] for name in kept}
-    for name in SIZES.get(manifest["model"]["kind"], ()):
+    for name in SIZES_OF_KIND.get(manifest["model"]["kind"], ()):
         flag, size = "layers" if name == "depth" else name, manifest["model"][name]
         if saved.get(flag) != size:
             raise ValueError(f"{path}: --{flag}: {saved.get(flag)} contradicts the model's {size}")
@@ -125,7 +125,7 @@ def take_settings(args, given, manifest, saved, size):
 def _need_code(given, manifest):
     """Raise ValueError where the run had a class of the user's own that is not given again."""
     run = manifest["run"]
-    older = {name: class_of(run["flags"].get(name)) for name in CODE}
+    older = {name: class_of(run["flags"].get(name)) for name in MAY_BE_OWN}
     for name, kind in {**older, **run.get("code", {})}.items():
         if kind and name not in given:
             otherwise = ", or --comm zmpi for zmpi's own" if name == "comm" else ""

@@ -9,7 +9,7 @@ from zmpi.messages.ledger import OWNED
 from zmpi.process.errors import UsageError
 from zmpi.process.output import Output
 
-MEMORY = (*OWNED, "full_peak", "work", "peak")
+MEMORY_KINDS = (*OWNED, "full_peak", "work", "peak")
 
 
 class LogLost(UsageError):
@@ -50,8 +50,8 @@ class RunLog:
         everyone = self._shared(memory)
         self.last = {
             "step": zero.step,
-            "loss": number(step.loss),
-            "grad_norm": number(step.grad_norm),
+            "loss": json_number(step.loss),
+            "grad_norm": json_number(step.grad_norm),
             "lr": step.lr,
             "tokens": step.tokens,
             "step_s": seconds,
@@ -60,7 +60,7 @@ class RunLog:
             "loss_scale": step.loss_scale,
             "skipped": int(step.skipped),
             "comm": comm,
-            "memory": {kind: [mine[kind] for mine in everyone] for kind in MEMORY},
+            "memory": {kind: [mine[kind] for mine in everyone] for kind in MEMORY_KINDS},
         }
         self._write(self.last)
 
@@ -68,7 +68,7 @@ class RunLog:
         """Log a held-out loss over so many targets."""
         self.last_evaluation = {
             "step": self.zero.step,
-            "val_loss": number(loss),
+            "val_loss": json_number(loss),
             "val_tokens": tokens,
         }
         self._write(self.last_evaluation)
@@ -98,7 +98,7 @@ class RunLog:
             self._fault = str(error)
 
 
-def number(value):
+def json_number(value):
     """A number as JSON has it: null where it is not finite."""
     return value if isfinite(value) else None
 

@@ -1,7 +1,7 @@
 """How a command that runs on all ranks begins: one command line, parsed by every rank and answered by one."""
 
 from zmpi.cli.options import FileName, Told, real
-from zmpi.cli.own import Place, load_class
+from zmpi.cli.own import FileClass, load_class
 from zmpi.core.engine import ZeRO
 from zmpi.messages.comm import Communicator
 from zmpi.messages.world import MPI, World
@@ -16,7 +16,7 @@ LOADING = "mpi4py cannot load an MPI library"
 REMEDY = "load your site's MPI, or install one into this environment (pip install mpich)"
 
 
-def world_flags(group, timeout=300):
+def add_world_flags(group, timeout=300):
     """Add the flags that `start` makes a World of. `timeout`: the default, in seconds."""
     add = group.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where arrays live")
@@ -34,7 +34,7 @@ def world_flags(group, timeout=300):
     )
 
 
-def start(parser, argv):
+def start_command(parser, argv):
     """(arguments, world) of the command. --help and --version are printed once and end it, and so does a wrong flag."""
     forgiving_output()
     _load_mpi(parser.prog)
@@ -72,7 +72,7 @@ def refuse_different_texts(world, text):
 
 def _common(value):
     """What ranks need to have in common of a flag's value. Files may lie elsewhere on each node."""
-    if isinstance(value, Place):
+    if isinstance(value, FileClass):
         return value.identity()
     return "a path" if isinstance(value, FileName) else str(value)
 

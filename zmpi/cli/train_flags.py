@@ -1,7 +1,7 @@
 """The flags of zmpi.train, and what contradicts what among them."""
 
-from zmpi.cli.model_flags import SEEDS, model_flags
-from zmpi.cli.optimizer_flags import OPTIMIZERS, optimizer_flags
+from zmpi.cli.model_flags import SEEDS, add_model_flags
+from zmpi.cli.optimizer_flags import OPTIMIZERS, add_optimizer_flags
 from zmpi.cli.options import (
     auto_or,
     check_files,
@@ -9,20 +9,20 @@ from zmpi.cli.options import (
     whole,
 )
 from zmpi.cli.own import own_or
-from zmpi.cli.start import world_flags
+from zmpi.cli.start import add_world_flags
 from zmpi.numbers.precision import LOSS_SCALE, RECIPES, Policy
 from zmpi.text.data import EVALUATED
 
 
-def train_flags(flags):
+def add_train_flags(flags):
     """Add all flags to the command's parser, in groups."""
-    model_flags(flags.add_argument_group("model"))
+    add_model_flags(flags.add_argument_group("model"))
     _training_flags(flags.add_argument_group("training"))
-    optimizer_flags(flags.add_argument_group("optimizer"))
+    add_optimizer_flags(flags.add_argument_group("optimizer"))
     run = flags.add_argument_group("how it is run")
     _state_flags(run)
-    step_flags(run)
-    world_flags(run)
+    add_step_flags(run)
+    add_world_flags(run)
     _output_flags(flags.add_argument_group("what is kept"))
 
 
@@ -70,7 +70,7 @@ def _state_flags(group):
     )
 
 
-def step_flags(group):
+def add_step_flags(group):
     """Add the flags of how a step is carried out."""
     add = group.add_argument
     add(

@@ -1,6 +1,6 @@
 """A bench's report as text: for each quantity a line, for each stage a column; formula and measurement below each other."""
 
-from zmpi.process.table import in_bytes, seconds, table
+from zmpi.process.table import in_bytes, in_columns, seconds
 
 EQUAL, UNEQUAL, UNKNOWN = "✓", "≠", "unknown"
 
@@ -124,7 +124,7 @@ def stage_table(report):
             if cells is None
             else (f"  {label}", *cells)
         )
-    notes = [table(rows), NOTES]
+    notes = [in_columns(rows), NOTES]
     notes += [
         f"stage {row['stage']} failed: {row['error']}" for row in report["stages"] if "error" in row
     ]
@@ -238,7 +238,7 @@ def sweep_table(axis, reports):
         for report in reports:
             cells = ["failed" if "error" in row else cell(row) for row in report["stages"]]
             rows.append((f"  {point_of(axis, report)}", *cells))
-    return table(rows)
+    return in_columns(rows)
 
 
 def point_of(axis, report):

@@ -17,7 +17,7 @@ from zmpi.cost.watch import Memory, WatchedUnit, WatchedZeRO
 from zmpi.messages.comm import Communicator
 from zmpi.messages.device import Device
 from zmpi.messages.world import World
-from zmpi.numbers.optim import BLOCK, Slice, sums_of_squares
+from zmpi.numbers.optim import CACHE_BLOCK, Slice, sums_of_squares
 from zmpi.numbers.sums import REDUCE_BLOCK, add_in_order
 
 
@@ -67,7 +67,7 @@ class CountedUnit(WatchedUnit):
     """A unit whose sums of squares are not waited for."""
 
     def squares(self):
-        block = min(self.layout.shard_length, BLOCK)  # as many as are squared at once
+        block = min(self.layout.shard_length, CACHE_BLOCK)  # as many as are squared at once
         return np.repeat(sums_of_squares(self.gradient.owned.shard[:block], 1), self.layout.pieces)
 
 
@@ -79,10 +79,14 @@ class FirstBlock:
         self.rate, self.clip_factor = optimizer.rate, optimizer.clip_factor
 
     def update(self, owned, t, factor):
-        moments = {name: vector[:BLOCK] for name, vector in owned.moments.items()}
-        decayed = [(a, min(b, BLOCK), decays) for a, b, decays in owned.decayed if a < BLOCK]
+        moments = {name: vector[:CACHE_BLOCK] for name, vector in owned.moments.items()}
+        decayed = [
+            (a, min(b, CACHE_BLOCK), decays) for a, b, decays in owned.decayed if a < CACHE_BLOCK
+        ]
         self._optimizer.update(
-            Slice(owned.master[:BLOCK], owned.gradient[:BLOCK], moments, decayed), t, factor
+            Slice(owned.master[:CACHE_BLOCK], owned.gradient[:CACHE_BLOCK], moments, decayed),
+            t,
+            factor,
         )
 
 

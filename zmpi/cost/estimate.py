@@ -91,7 +91,7 @@ class Walk:
         }
 
 
-def largest(bytes_of, memory):
+def largest_fitting(bytes_of, memory):
     """The largest n from 1 to HIGHEST with bytes_of(n) <= memory, which rises with n; 0 if there is none.
 
     Every answer was walked: bytes_of(n) fits, and bytes_of(n + 1) does not (or n is HIGHEST).

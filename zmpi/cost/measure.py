@@ -25,7 +25,7 @@ BOOKED_STEPS = 2
 
 
 @dataclass(frozen=True)
-class Trial:
+class Workload:
     """What every stage runs: the same model, weights and data."""
 
     build: callable  # build() makes the model
@@ -68,12 +68,12 @@ class Trial:
             return None, f"{type(error).__name__}: {error}"
 
 
-def measure_stages(trial, world, stages, lanes=False):
+def measure_stages(workload, world, stages, lanes=False):
     """({the report's keys about the turns}, [every stage's row]), as JSON writes them; the same on all ranks.
 
     All ranks call it. What fails on all of them is a row with "error". `lanes` adds the timeline of one step.
     """
-    walks = {stage: trial.walk(world, stage) for stage in stages}
+    walks = {stage: workload.walk(world, stage) for stage in stages}
     errors = {
         stage: _lacking(world, walk.peak if walk else 0) for stage, (walk, _) in walks.items()
     }
@@ -82,7 +82,7 @@ def measure_stages(trial, world, stages, lanes=False):
     groups = [[stage] for stage in fitting] if apart else [fitting]
     timings = {}
     for group in filter(None, groups):
-        timings |= in_turns(trial, world, group)
+        timings |= in_turns(workload, world, group)
     rows = []
     for stage, (walk, unplanned) in walks.items():
         error = errors[stage] or timings[stage].error
@@ -90,7 +90,11 @@ def measure_stages(trial, world, stages, lanes=False):
         try:
             rows.append(
                 row
-                | ({"error": error} if error else _row(trial, world, stage, walk, timings, lanes))
+                | (
+                    {"error": error}
+                    if error
+                    else _row(workload, world, stage, walk, timings, lanes)
+                )
             )
         except Agreed as failure:
             rows.append({"stage": stage, "error": str(failure)})
@@ -98,16 +102,16 @@ def measure_stages(trial, world, stages, lanes=False):
     return {"one_after_the_other": apart, "too_close": everyone(world, close)[0]}, rows
 
 
-def _row(trial, world, stage, walk, timings, lanes):
+def _row(workload, world, stage, walk, timings, lanes):
     """What the formula says of a stage, and what was measured, with one engine alive."""
     first = next(timing for timing in timings.values() if timing.error is None)
     row = _times(world, timings[stage], first)
-    row |= _booked(trial, world, stage)
-    row |= _memory(trial, world, stage, walk)
-    row |= _probed(trial, world, stage)
-    row |= _traced(trial, world, stage, lanes)
-    policy = Policy(trial.policy.precision, trial.policy.prefetch)
-    bare = trial.walk(world, stage, policy)[0]  # recomputation is no work of the model's
+    row |= _booked(workload, world, stage)
+    row |= _memory(workload, world, stage, walk)
+    row |= _probed(workload, world, stage)
+    row |= _traced(workload, world, stage, lanes)
+    policy = Policy(workload.policy.precision, workload.policy.prefetch)
+    bare = workload.walk(world, stage, policy)[0]  # recomputation is no work of the model's
     row["counts"] = walk.counts if walk else None
     row["flops"] = bare.flops if bare else None
     row["flops_per_s"] = bare.flops / row["step_s"] if bare else None
@@ -161,20 +165,20 @@ def _times(world, timing, first):
     }
 
 
-def _booked(trial, world, stage):
+def _booked(workload, world, stage):
     """Bytes of state by the stage's formula and as booked, other memory, volumes: of an engine with nothing added."""
     resident = PeakResident()
     resident.reset()
-    zero = trial.engine(ZeRO, world, stage)
+    zero = workload.engine(ZeRO, world, stage)
     memory, booked = Counter(), 0
-    while booked < BOOKED_STEPS and zero.step < trial.warm_up + trial.steps:
-        trial.step(zero)
+    while booked < BOOKED_STEPS and zero.step < workload.warm_up + workload.steps:
+        workload.step(zero)
         booked += not zero.last.skipped
         memory |= Counter(zero.ledger["memory"])  # the highest of each
     comm = zero.ledger["comm"]
     kinds = {kind: everyone(world, memory[kind]) for kind in (*OWNED, "full_peak", "work")}
     padded = sum(unit.layout.padded for unit in zero.units.values())
-    recipe, moments = trial.policy.recipe, len(trial.optimizer.moments)
+    recipe, moments = workload.policy.recipe, len(workload.optimizer.moments)
     owned = state_bytes(zero.stage, padded, zero.comm.shards, recipe, moments)
     return {
         "bytes_sent": sum(kind["bytes_sent"] for kind in comm.values()),
@@ -215,11 +219,11 @@ def _by_unit(moved):
     ]
 
 
-def _memory(trial, world, stage, walk):
+def _memory(workload, world, stage, walk):
     """All array memory of one step, by kind, beside the planner's dry run of this rank."""
-    zero = trial.engine(TracedZeRO, world, stage)
-    trial.step(zero)
-    trial.step(zero, "traced_step")
+    zero = workload.engine(TracedZeRO, world, stage)
+    workload.step(zero)
+    workload.step(zero, "traced_step")
     ledger, highest = zero.ledger, zero.ledger.highest()
     memory = ledger["memory"]
     measured = {
@@ -254,14 +258,14 @@ def _planned(walk):
     }
 
 
-def _probed(trial, world, stage):
+def _probed(workload, world, stage):
     """Seconds of a step, this rank's, that went into waiting for the slowest rank and into messages."""
-    zero = trial.engine(ProbedZeRO, world, stage)
-    trial.step(zero)
+    zero = workload.engine(ProbedZeRO, world, stage)
+    workload.step(zero)
     zero.comm.skew_s.clear()
     zero.comm.in_flight_s.clear()
     for _ in range(PROBED_STEPS):
-        trial.step(zero)
+        workload.step(zero)
     skew, flight = Counter(), Counter()
     for total, by_unit in ((skew, zero.comm.skew_s), (flight, zero.comm.in_flight_s)):
         for (kind, _), seconds in by_unit.items():
@@ -272,14 +276,14 @@ def _probed(trial, world, stage):
     }
 
 
-def _traced(trial, world, stage, lanes):
+def _traced(workload, world, stage, lanes):
     """Seconds of a step by verb, every rank's, and what was under way in products; with `lanes` the events of one step.
 
     "other" is Python between two verbs. The events are None on ranks other than 0.
     """
-    zero = trial.engine(watched(ZeRO, Trace), world, stage)
+    zero = workload.engine(watched(ZeRO, Trace), world, stage)
     for _ in range(1 + PROBED_STEPS):
-        trial.step(zero)
+        workload.step(zero)
     steps = [by_verb(events) for events in list(zero.ledger.steps)[-PROBED_STEPS:]]
     verbs = {verb: median(step.get(verb, 0.0) for step in steps) for verb in steps[-1]}
     last = list(zero.ledger.steps[-1])

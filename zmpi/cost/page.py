@@ -53,7 +53,7 @@ def _remove_if_empty(folder):
 
 def write_report(page, axis, reports):
     """Write index.html to its Output, and the pictures (PNG) next to it."""
-    from zmpi.cost.pictures import pictures, sweep_picture
+    from zmpi.cost.pictures import draw_pictures, sweep_picture
 
     folder = Path(page.path).parent
     parts = []
@@ -72,7 +72,7 @@ def write_report(page, axis, reports):
         suffix = f"-{i}" if axis else ""
         parts += [
             _figure(folder, name + suffix, caption, figure)
-            for name, caption, figure in pictures(report)
+            for name, caption, figure in draw_pictures(report)
         ]
         parts += [_stages(report), f"<p>{escape(NOTES)}</p>", _units(report)]
     body = "\n".join(parts)

@@ -2,10 +2,10 @@
 
 from zmpi.core.stages import STAGES, state_bytes
 from zmpi.numbers.precision import RECIPES
-from zmpi.process.table import table
+from zmpi.process.table import in_columns
 
-RANKS = (1, 4, 16, 64, 256, 1024)
-# Table 1: GB per rank. Parameters -> a row for each of RANKS: P_os, P_os+g, P_os+g+p.
+PAPER_RANKS = (1, 4, 16, 64, 256, 1024)
+# Table 1: GB per rank. Parameters -> a row for each of PAPER_RANKS: P_os, P_os+g, P_os+g+p.
 TABLE_1 = {
     "7.5B": (
         ("120", "120", "120"),
@@ -32,7 +32,7 @@ TABLE_1 = {
         ("4011", "2013", "15.6"),
     ),
 }
-SIZES = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
+PAPER_MODELS = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
 # Table 2: model-parallel degree -> largest model in 32 GB, in 1e9 parameters: DP, P_os, P_os+g, P_os+g+p in theory; DP and
 # P_os as the authors measured them.
 TABLE_2 = {
@@ -79,15 +79,15 @@ def _table_1():
             *(f"{size} {stage}" for size in TABLE_1 for stage in ("P_os", "P_os+g", "P_os+g+p")),
         )
     ]
-    for i, ranks in enumerate(RANKS):
+    for i, ranks in enumerate(PAPER_RANKS):
         cells = []
         for size, printed in TABLE_1.items():
             for stage, cell in zip(STAGES[1:], printed[i], strict=True):
                 cells.append(
-                    f"{cell} | {with_decimals_of(cell, state_gb(stage, SIZES[size], ranks))}"
+                    f"{cell} | {with_decimals_of(cell, state_gb(stage, PAPER_MODELS[size], ranks))}"
                 )
         rows.append((str(ranks), *cells))
-    return table(rows)
+    return in_columns(rows)
 
 
 def _table_2():
@@ -105,7 +105,7 @@ def _table_2():
             for cell, own in zip(printed[4:], theory[:2], strict=True)
         ]
         rows.append((str(degree), str(degree * TABLE_2_RANKS), *cells, *ratios))
-    return table(rows)
+    return in_columns(rows)
 
 
 def with_decimals_of(printed, value):

@@ -11,7 +11,7 @@ from zmpi.cost.bench_table import point_of
 from zmpi.process.table import unit_for
 
 # Colours that the colour-blind can tell apart (Okabe and Ito 2008).
-KINDS = {
+COLOURS = {
     "parameters": "#0072B2",
     "gradients": "#E69F00",
     "optimizer": "#56B4E9",
@@ -20,7 +20,7 @@ KINDS = {
     "activations": "#009E73",
     "temporaries": "#B0B0B0",
 }
-NAMES = {
+LABELS = {
     "full": "gathered vectors",
     "work": "work buffers",
     "activations": "saved activations",
@@ -37,13 +37,13 @@ VERBS = {
     "update": "#56B4E9",
     "agree": "#B0B0B0",
 }
-MEMORY = "All array memory of rank 0 over one step: what is gathered and freed makes the teeth of the saw."
-LANES = """One step of every rank. A gather only starts where it is drawn; the wait is where its end is needed. White:
+MEMORY_CAPTION = "All array memory of rank 0 over one step: what is gathered and freed makes the teeth of the saw."
+LANES_CAPTION = """One step of every rank. A gather only starts where it is drawn; the wait is where its end is needed. White:
 none of these (Python between two verbs, or a core that another process had)."""
 STAGE_COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73")
 
 
-def pictures(report):
+def draw_pictures(report):
     """[(file name, what it shows, figure), ...] of one report. Stages that failed are left out of the pictures."""
     rows = [row for row in report["stages"] if "error" not in row]
     if not rows:
@@ -70,7 +70,7 @@ def pictures(report):
             "Share of a step in which a rank is blocked in communication: a dot for each rank.",
             _blocked(rows),
         ),
-        ("lanes", LANES, _lanes(rows)),
+        ("lanes", LANES_CAPTION, _lanes(rows)),
     ]
 
 
@@ -86,13 +86,15 @@ def _axes(rows=1, columns=1, width=8.0, height=4.2, **options):
 
 def _legend(figure, colours):
     """One legend for the whole figure, above its axes."""
-    patches = [Patch(color=colour, label=NAMES.get(name, name)) for name, colour in colours.items()]
+    patches = [
+        Patch(color=colour, label=LABELS.get(name, name)) for name, colour in colours.items()
+    ]
     figure.legend(handles=patches, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
 
 
 def _state(rows):
     figure, axes = _axes()
-    kinds = {kind: KINDS[kind] for kind in ("parameters", "gradients", "optimizer")}
+    kinds = {kind: COLOURS[kind] for kind in ("parameters", "gradients", "optimizer")}
     divisor, name = unit_for(
         max(sum(kind["formula"] for kind in row["state"].values()) for row in rows)
     )
@@ -134,20 +136,18 @@ def _memory(rows):
     divisor, name = unit_for(max(moment["total"] for row in rows for moment in row["moments"]))
     for one, row in zip(axes.flat, rows, strict=False):
         moments = row["moments"]
-        heights = [[moment[kind] / divisor for moment in moments] for kind in KINDS]
-        one.stackplot(range(len(moments)), heights, colors=KINDS.values(), step="post", linewidth=0)
+        heights = [[moment[kind] / divisor for moment in moments] for kind in COLOURS]
+        one.stackplot(
+            range(len(moments)), heights, colors=COLOURS.values(), step="post", linewidth=0
+        )
         peak = max(range(len(moments)), key=lambda i, moments=moments: moments[i]["total"])
-        top = moments[peak]["total"] / divisor
+        top, place = moments[peak]["total"] / divisor, peak / len(moments)
         one.annotate(
             f"{top:.3g} {name}, {moments[peak]['verb']} {moments[peak]['name']}",
             (peak, top),
             (0, 8),
             textcoords="offset points",
-            ha="center"
-            if 0.3 < peak / len(moments) < 0.7
-            else "left"
-            if peak / len(moments) <= 0.3
-            else "right",
+            ha=("left", "center", "right")[(place > 0.3) + (place >= 0.7)],
             fontsize=8,
             arrowprops={"arrowstyle": "-", "linewidth": 0.6},
         )
@@ -158,7 +158,7 @@ def _memory(rows):
         one.margins(y=0.18)
     for one in axes.flat[len(rows) :]:
         one.set_visible(False)
-    _legend(figure, KINDS)
+    _legend(figure, COLOURS)
     return figure
 
 

@@ -3,7 +3,7 @@
 from zmpi.core.stages import STAGES, elements_moved
 from zmpi.cost.estimate import HIGHEST
 from zmpi.process.errors import UsageError
-from zmpi.process.table import in_bytes, seconds, short, table, unit_for
+from zmpi.process.table import in_bytes, in_columns, seconds, short, unit_for
 
 SHARDED = ("nothing", "optimizer states", "+ gradients", "+ parameters")
 
@@ -37,7 +37,7 @@ def memory_table(walks):
         )
     return (
         f"{name} per rank (1 {name} = {divisor:,} bytes) at the peak of a step; the columns add up to it\n"
-        + table(lines, 2)
+        + in_columns(lines, 2)
     )
 
 
@@ -57,7 +57,7 @@ def fits_table(limits, nbytes):
             "none" if not n else f"{n:,}" + (" or more" if n == HIGHEST else "") for n in counts
         ]
         lines.append((f"  {stage.number}", f"{limit['largest_parameters']:.4g}", *said))
-    return f"largest that fits {in_bytes(nbytes)} per rank, all else as above\n{table(lines)}"
+    return f"largest that fits {in_bytes(nbytes)} per rank, all else as above\n{in_columns(lines)}"
 
 
 def times_table(walks, turning, speed):
@@ -69,7 +69,7 @@ def times_table(walks, turning, speed):
         times = [*speed.terms(walk).values(), max(compute, comm), compute + comm]
         pays = f"{ranks:,}" if found else f"{ranks:,} and more"
         lines.append((f"  {walk.stage.number}", *map(seconds, times), pays))
-    return f"time of a step of one rank\n{table(lines)}\n{_sources(speed)}"
+    return f"time of a step of one rank\n{in_columns(lines)}\n{_sources(speed)}"
 
 
 def _sources(speed):
@@ -90,7 +90,7 @@ def _sources(speed):
         ("ranks that pay", "at the same global batch, the fewest at which messages and skew"),
         ("", "come to take as long as the rest"),
     ]
-    return table([(f"  {name}", text) for name, text in lines], left=2)
+    return in_columns([(f"  {name}", text) for name, text in lines], left=2)
 
 
 def _each(value, what):
@@ -115,6 +115,6 @@ def moved_table(walks, accumulate):
             name = "scalars" if kind == "all_reduce" else kind
             lines.append((f"  {walk.stage.number}", name, *amounts[:2], expected, *amounts[2:]))
     flops = walks[0].flops
-    return f"moved by rank 0 in a step; {flops:,} FLOPs of matrix products in it\n" + table(
+    return f"moved by rank 0 in a step; {flops:,} FLOPs of matrix products in it\n" + in_columns(
         lines, 2
     )

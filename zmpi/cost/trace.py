@@ -8,10 +8,10 @@ from time import perf_counter
 
 from zmpi.cost.watch import Watch
 from zmpi.process.output import Output
-from zmpi.process.table import table
+from zmpi.process.table import in_columns
 
-STEPS = 100  # that a trace keeps, the last ones: a long run's trace must not grow with it
-ROUNDS = 20  # of the messages by which two clocks are compared
+KEPT_STEPS = 100  # that a trace keeps, the last ones: a long run's trace must not grow with it
+CLOCK_ROUNDS = 20  # of the messages by which two clocks are compared
 COMPUTED = ("forward", "turn", "backward")
 AMOUNTS = ("elements", "bytes_sent", "blocked_s")
 
@@ -24,7 +24,7 @@ class Trace(Watch):
 
     def __init__(self):
         super().__init__()
-        self.steps = deque(maxlen=STEPS)  # lists of events, in the order in which they began
+        self.steps = deque(maxlen=KEPT_STEPS)  # lists of events, in the order in which they began
         self._under_way = []
 
     def begin_step(self):
@@ -175,13 +175,13 @@ def _clock_offset(world):
         "the clocks"
     ):  # one wait for all messages: ranks are compared by the number of their waits
         if world.rank:
-            for _ in range(ROUNDS):
+            for _ in range(CLOCK_ROUNDS):
                 world.mpi.recv(source=0)
                 world.mpi.send(perf_counter(), dest=0)
             return world.mpi.recv(source=0)
         for rank in range(1, world.size):
             rounds = []
-            for _ in range(ROUNDS):
+            for _ in range(CLOCK_ROUNDS):
                 sent = perf_counter()
                 theirs = world.mpi.sendrecv(None, dest=rank, source=rank)
                 back = perf_counter()
@@ -234,7 +234,7 @@ def as_text(lanes):
         began, took = (start - first) * 1e3, (event["end"] - start) * 1e3
         what = f"{event['verb']} {event['name']}", _said(event, len(lanes))
         rows.append((f"rank {rank}", *what, f"at {began:.2f} ms", f"for {took:.2f} ms"))
-    return table(rows, left=3) + "\n"
+    return in_columns(rows, left=3) + "\n"
 
 
 def _said(event, ranks):

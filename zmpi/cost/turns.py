@@ -25,7 +25,7 @@ class Timing:
         return [(step, blocked) for step, blocked in both if step is not None]
 
 
-def in_turns(trial, world, stages):
+def in_turns(workload, world, stages):
     """{stage: Timing}. In each round every stage takes one step, and each round begins with another stage.
 
     All ranks call it. All engines are alive at once. A stage whose step fails on all ranks takes no further part.
@@ -33,26 +33,26 @@ def in_turns(trial, world, stages):
     timings, engines = {stage: Timing() for stage in stages}, {}
     for stage in stages:
         with _failing(timings[stage]):
-            engines[stage] = trial.engine(ZeRO, world, stage)
-    for number in range(trial.warm_up + trial.steps):
+            engines[stage] = workload.engine(ZeRO, world, stage)
+    for number in range(workload.warm_up + workload.steps):
         for stage in _rotated(stages, number):
             if timings[stage].error is None:
                 with _failing(timings[stage]):
-                    _step(trial, engines[stage], timings[stage], number >= trial.warm_up)
+                    _step(workload, engines[stage], timings[stage], number >= workload.warm_up)
     for timing in timings.values():
         if timing.error is None and not timing.taken():
             timing.error = (
-                f"all {trial.steps} timed steps were skipped: gradients overflow"
-                f" {trial.policy.precision}; its loss scale is still being lowered, so take more"
+                f"all {workload.steps} timed steps were skipped: gradients overflow"
+                f" {workload.policy.precision}; its loss scale is still being lowered, so take more"
                 " steps for --warm-up"
             )
     return timings
 
 
-def _step(trial, zero, timing, timed):
+def _step(workload, zero, timing, timed):
     """One step of one stage, written down where it is `timed`."""
     began = perf_counter()
-    timing.loss = trial.step(zero)
+    timing.loss = workload.step(zero)
     seconds = perf_counter() - began
     timing.tokens = zero.last.tokens
     if timed:  # a skipped step updates nothing, gathers less and takes less time

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zmpi.messages.memory import peak_resident_bytes
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "other")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "other")
 OWNED = ("parameters", "gradients", "optimizer")
 # the kinds of work buffers; pinned memory is the host's
 WORK = ("partial", "widened", "sum", "message", "pinned")
@@ -103,7 +103,7 @@ class Ledger:
         return {"comm": self._comm, "memory": self._memory}[name]()
 
     def _comm(self):
-        totals = {kind: Moved() for kind in KINDS}
+        totals = {kind: Moved() for kind in COLLECTIVES}
         for (kind, _), entry in self.moved.items():
             for field, amount in vars(entry).items():
                 setattr(totals[kind], field, getattr(totals[kind], field) + amount)

@@ -6,7 +6,7 @@ from numbers import Integral, Real
 
 import numpy as np
 
-SIZES = 1 << 31  # no number of a model's or a batch's is as large
+SIZE_BOUND = 1 << 31  # no number of a model's or a batch's is as large
 
 
 @dataclass(frozen=True)

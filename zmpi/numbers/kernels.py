@@ -6,26 +6,26 @@ from pathlib import Path
 import cupy
 import numpy as np
 
-from models.cuda import NOTHING, launch, whole, wide
+from models.cuda import NOTHING, contiguous, launch, wide
 
-PARTS = 64  # into which a piece of the norm is cut: a number that no device changes
+NORM_PARTS = 64  # into which a piece of the norm is cut: a number that no device changes
 
-launch = partial(launch, source=Path(__file__).with_name("kernels.cu"))
+_launch = partial(launch, source=Path(__file__).with_name("kernels.cu"))
 
 
 def add_in_order(rows, out, fresh):
     n, length = rows.shape
     if out.dtype == wide(rows):
-        launch("add_rows", rows.dtype, length, whole(rows), out, n, length, np.int32(fresh))
+        _launch("add_rows", rows.dtype, length, contiguous(rows), out, n, length, np.int32(fresh))
     elif out.dtype == rows.dtype and fresh:
-        launch("add_rows_rounded", rows.dtype, length, whole(rows), out, n, length)
+        _launch("add_rows_rounded", rows.dtype, length, contiguous(rows), out, n, length)
     else:
         raise ValueError(f"sum: {rows.dtype} cannot be added onto {out.dtype}")
 
 
 def sums_of_squares(vector, pieces):
-    partial = cupy.empty((pieces, PARTS), np.float64)
-    launch(
+    partial = cupy.empty((pieces, NORM_PARTS), np.float64)
+    _launch(
         "squares",
         vector.dtype,
         32 * partial.size,
@@ -33,7 +33,7 @@ def sums_of_squares(vector, pieces):
         partial,
         len(vector) // pieces,
         pieces,
-        PARTS,
+        NORM_PARTS,
     )
     return cupy.asnumpy(partial).sum(axis=1)
 
@@ -51,7 +51,7 @@ def adamw(master, owned, by):
     )
     names = ("factor", "kept", "beta1", "beta2", "step_size", "root_of_correction", "eps")
     numbers = [number(getattr(by, name)) for name in names]
-    launch(
+    _launch(
         "adamw",
         owned.gradient.dtype,
         len(master),

@@ -15,7 +15,7 @@ from zmpi.numbers.domains import Domain, switch
 from zmpi.numbers.sums import round_to
 
 # elements of a block: the five vectors of a block stay within a core's second-level cache
-BLOCK = 1 << 16
+CACHE_BLOCK = 1 << 16
 
 
 @dataclass
@@ -30,10 +30,10 @@ class Slice:
     stored: np.ndarray | None = None  # the parameters, where they are the master rounded to 16 bits
 
     def blocks(self):
-        """(start, stop, decays) of at most BLOCK elements each, in order."""
+        """(start, stop, decays) of at most CACHE_BLOCK elements each, in order."""
         for start, stop, decays in self.decayed:
-            for first in range(start, stop, BLOCK):
-                yield first, min(first + BLOCK, stop), decays
+            for first in range(start, stop, CACHE_BLOCK):
+                yield first, min(first + CACHE_BLOCK, stop), decays
 
     def round(self):
         """Bring what is stored up to date."""
@@ -166,7 +166,7 @@ def adamw(master, owned, by):
     """
     new, root = 1.0 - by.beta1, by.root_of_correction
     of_square = (1.0 - by.beta2) / new**2
-    scratch = np.empty_like(master, shape=min(BLOCK, len(master)))
+    scratch = np.empty_like(master, shape=min(CACHE_BLOCK, len(master)))
     for start, stop, decays in owned.blocks():
         p, m, v = (x[start:stop] for x in (master, owned.moments["m"], owned.moments["v"]))
         s = scratch[: stop - start]
@@ -201,7 +201,7 @@ class SGD(Optimizer):
     def update(self, owned, t, factor):
         """Update a Slice in place: update t (counted from 1), with the gradient multiplied by `factor`."""
         lr = self.rate(t)
-        g = np.empty_like(owned.master, shape=min(BLOCK, len(owned.master)))
+        g = np.empty_like(owned.master, shape=min(CACHE_BLOCK, len(owned.master)))
         for start, stop, decays in owned.blocks():
             p, g_ = owned.master[start:stop], g[: stop - start]
             if factor == 1.0:
@@ -226,16 +226,16 @@ class SGD(Optimizer):
 def sums_of_squares(vector, pieces):
     """The sums of squares of a vector's equal pieces, from the first to the last: a float64 array (pieces,) of the host.
 
-    A piece of at most BLOCK elements is one sum of NumPy's, a longer one is added up from equal blocks: the bits depend
+    A piece of at most CACHE_BLOCK elements is one sum of NumPy's, a longer one is added up from equal blocks: the bits depend
     on the piece's values and length alone. Short pieces are squared several at a time, since a call costs as much as
     some thousand elements.
     """
     rows = vector.reshape(pieces, len(vector) // pieces)
     length, found = rows.shape[1], []
-    blocks = max(1, -(-length // BLOCK))  # of one piece
+    blocks = max(1, -(-length // CACHE_BLOCK))  # of one piece
     width = max(1, -(-length // blocks))  # elements of a block
-    height = max(1, BLOCK // width)  # pieces at a time
-    scratch = np.empty_like(vector, shape=min(BLOCK, len(vector)), dtype=np.float64)
+    height = max(1, CACHE_BLOCK // width)  # pieces at a time
+    scratch = np.empty_like(vector, shape=min(CACHE_BLOCK, len(vector)), dtype=np.float64)
     for top in range(0, pieces, height):
         sums = 0.0
         for start in range(0, blocks * width, width):

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from zmpi.numbers.domains import SIZES, Domain, switch
+from zmpi.numbers.domains import SIZE_BOUND, Domain, switch
 
 PREFETCH = Domain(0, highest=1, whole=True, words="0 or 1")
 LOSS_SCALE = Domain(1, highest=1 << 24, words="auto, or a number from 1 to 2^24")
-WINDOW = Domain(1, below=SIZES, whole=True)
+WINDOW = Domain(1, below=SIZE_BOUND, whole=True)
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ READS = {  # a part of the library's file name -> the variables it reads, the fi
     ),
     "mkl_rt": ("MKL_NUM_THREADS", OPENMP),
 }
-NAMES = ("scipy_openblas_{}64_", "scipy_openblas_{}", "openblas_{}64_", "openblas_{}")
-GET_THREADS = [name.format("get_num_threads") for name in NAMES] + ["MKL_Get_Max_Threads"]
-SET_THREADS = [name.format("set_num_threads") for name in NAMES] + ["MKL_Set_Num_Threads"]
-GET_KERNELS = [name.format("get_corename") for name in NAMES]
+SYMBOLS = ("scipy_openblas_{}64_", "scipy_openblas_{}", "openblas_{}64_", "openblas_{}")
+GET_THREADS = [name.format("get_num_threads") for name in SYMBOLS] + ["MKL_Get_Max_Threads"]
+SET_THREADS = [name.format("set_num_threads") for name in SYMBOLS] + ["MKL_Set_Num_Threads"]
+GET_KERNELS = [name.format("get_corename") for name in SYMBOLS]
 KERNELS = "OPENBLAS_CORETYPE"
 KERNELS_256 = "Haswell"  # the first processor that they were written for
 

@@ -20,7 +20,7 @@ def core_quota(process="self", system="/") -> float:
     return min((_quota(group) for group in _groups("cpu", process, system)), default=inf)
 
 
-def memory_limit(system="/") -> float:
+def memory_max(system="/") -> float:
     """The bytes that this process and those that share its groups may use together, inf where nothing limits them."""
     return min((limit for limit, _ in _memory(system)), default=inf)
 

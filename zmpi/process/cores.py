@@ -9,7 +9,7 @@ from zmpi.process.launch import ranks_on_this_node
 SYSTEM = "/"  # the root of /proc and /sys
 
 
-def cores(environ) -> tuple[int, int]:
+def usable_cores(environ) -> tuple[int, int]:
     """(cores this process may use, cores all ranks of this node may use together).
 
     The second is what the parent, the launcher's node process, may use: fewer than the machine has where a container or
@@ -31,7 +31,7 @@ def cores(environ) -> tuple[int, int]:
 
 def share_of_cores(environ) -> int:
     """A rank's share of its node's cores, at least 1."""
-    own, together = cores(environ)
+    own, together = usable_cores(environ)
     return max(1, min(own, together // ranks_on_this_node(environ)))
 
 
@@ -40,7 +40,7 @@ def wait_politely(environ) -> bool:
 
     MPI waits in a busy loop, which holds a core that the awaited rank may need. A value the user set is kept.
     """
-    crowded = ranks_on_this_node(environ) > cores(environ)[1]
+    crowded = ranks_on_this_node(environ) > usable_cores(environ)[1]
     if crowded:
         environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")  # read when MPI starts
     return crowded

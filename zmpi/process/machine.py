@@ -6,18 +6,18 @@ import sys
 
 import numpy as np
 
-from zmpi.process.cgroup import memory_left, memory_limit
-from zmpi.process.cores import cores
+from zmpi.process.cgroup import memory_left, memory_max
+from zmpi.process.cores import usable_cores
 from zmpi.process.launch import launcher
 
 
-def machine(world):
+def machine_facts(world):
     """{"hosts", "cpu", "cores", "system", "python", "numpy", "mpi", "launcher", "threads", "device"}; all ranks call it."""
     hosts = world.share(platform.node(), "the machines' names")
     return {
         "hosts": len(set(hosts)),
         "cpu": cpu_name(),
-        "cores": cores(os.environ)[1],
+        "cores": usable_cores(os.environ)[1],
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "numpy": np.__version__,
@@ -41,7 +41,7 @@ def cpu_name():
 
 def node_memory(system="/"):
     """(bytes that all processes of this node may use together, what sets that bound). `system`: the root of /proc and /sys."""
-    physical, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit(system)
+    physical, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_max(system)
     return (limit, "the memory limit is") if limit < physical else (physical, "this machine has")
 
 

@@ -17,13 +17,13 @@ from stat import S_ISREG
 
 from zmpi.process.files import named
 
-HEAD = 1 << 24  # bytes at the beginning of a file that are read to recognise it
+RECOGNISED_BYTES = 1 << 24  # bytes at the beginning of a file that are read to recognise it
 
 
 class Output:
     """A file that is written for the user, from opening to close(); only appended to, so that it may be rotated.
 
-    `recognise(head)` tells from the first HEAD bytes whether a file is the command's own, `kind` what it should be ("a
+    `recognise(head)` tells from the first RECOGNISED_BYTES bytes whether a file is the command's own, `kind` what it should be ("a
     log of zmpi.train"). Raises ValueError, with flag and path, for what cannot be written or must not be replaced.
     """
 
@@ -87,7 +87,7 @@ class Output:
 
     def _head(self):
         with self._named():
-            return os.pread(self._file, HEAD, 0)
+            return os.pread(self._file, RECOGNISED_BYTES, 0)
 
     def _open_locked(self):
         """(descriptor, whether it is a file of its own)."""

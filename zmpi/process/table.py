@@ -1,7 +1,7 @@
 """Figures in columns, and bytes in a unit that can be read."""
 
 
-def table(rows, left=1):
+def in_columns(rows, left=1):
     """Lines of text: the first `left` columns are set to the left, the others to the right. Cells are strings."""
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
     lines = []

@@ -2,7 +2,7 @@
 
 from zmpi.core.stages import STAGES, elements_moved, state_bytes
 from zmpi.messages.ledger import Moved
-from zmpi.proof.rows import Finding, counted, judged
+from zmpi.proof.rows import Finding, as_count, judged
 
 MOVING = ("all_gather", "reduce_scatter")
 
@@ -24,7 +24,7 @@ def volumes_are_exact(trial):
             f"elements and bytes moved with the formula, {reduction}",
             found,
             "equal",
-            counted,
+            as_count,
         )
     found = []
     for precision in ("float32", "float16", "bfloat16", "float64"):
@@ -33,7 +33,7 @@ def volumes_are_exact(trial):
                 trial.but(precision=precision, stage=stage.number, model=[*trial.models][-1])
             )
     yield judged(
-        trial, "P2", "bytes moved in float32, float16, bfloat16, float64", found, "equal", counted
+        trial, "P2", "bytes moved in float32, float16, bfloat16, float64", found, "equal", as_count
     )
 
 
@@ -121,5 +121,5 @@ def state_is_exact(trial):
                         text = f"{one}: {kind} of {unit.layout.name}: {pair}"
                         found.append(Finding(abs(owned - formula[kind]), text))
     yield judged(
-        trial, "P2", "owned bytes with the stage's formula, stages 0-3", found, "equal", counted
+        trial, "P2", "owned bytes with the stage's formula, stages 0-3", found, "equal", as_count
     )

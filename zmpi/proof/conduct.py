@@ -9,8 +9,8 @@ import numpy as np
 from zmpi.proof.rows import Row
 from zmpi.proof.trial import sentence
 
-PATIENCE = 5.0  # seconds in which the other ranks fail too, or reach the end of the check
-POLL = 0.002  # seconds
+CHECK_PATIENCE = 5.0  # seconds in which the other ranks fail too, or reach the end of the check
+CHECK_POLL = 0.002  # seconds
 
 
 def conducted(check, promise, trial):
@@ -47,8 +47,8 @@ def _met(apart, world, fault):
     began, request = monotonic(), apart.Iallgather(mine, everyone)
     with world.guard.waiting("the end of a check"):
         while not request.Test():
-            if fault and monotonic() - began > PATIENCE:
+            if fault and monotonic() - began > CHECK_PATIENCE:
                 line = f"rank {world.rank}: {fault}; other ranks wait for it"
                 world.guard.end(1, line)
-            sleep(POLL)
+            sleep(CHECK_POLL)
         return apart.allgather(fault)

@@ -12,11 +12,11 @@ import numpy as np
 
 from zmpi.messages.comm import Communicator
 from zmpi.proof.rows import CLOSE, Finding, both, judged
-from zmpi.proof.trial import STEPS
+from zmpi.proof.trial import TRIAL_STEPS
 
 LATE = 0.05  # seconds by which one rank enters a gather after the others
 LEARNED = 50  # steps after which losses are compared
-BLOCK = 64  # elements, where a communicator declares nothing
+SCALE_BLOCK = 64  # elements, where a communicator declares nothing
 
 
 def messages_arrive(trial):
@@ -74,7 +74,7 @@ def _reduced(zero, unit, name, bound):
 def _numbers(length, seed, dtype):
     """Numbers whose size changes from block to block, and no two ranks have the same."""
     draw = np.random.default_rng(seed).standard_normal(length)
-    return (draw * 2.0 ** -(np.arange(length) // BLOCK % 5)).astype(dtype)
+    return (draw * 2.0 ** -(np.arange(length) // SCALE_BLOCK % 5)).astype(dtype)
 
 
 def _block_error(comm, layout, numbers, where, bound):
@@ -97,7 +97,7 @@ def _block_error(comm, layout, numbers, where, bound):
 
 
 def _block(comm):
-    return comm.block or BLOCK
+    return comm.block or SCALE_BLOCK
 
 
 def _loss_follows(trial):
@@ -107,7 +107,7 @@ def _loss_follows(trial):
     for engine in (trial.engine, plain):
         zero = trial.but(engine=engine).make()
         for step in range(LEARNED):
-            loss = zero.train_step(trial.data(step % STEPS))
+            loss = zero.train_step(trial.data(step % TRIAL_STEPS))
         losses.append(loss)
     size = abs(losses[0] / losses[1] - 1)
     text = f"loss after {LEARNED} steps: {both(*losses, 'of the exact run')}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zmpi.proof.rows import Finding, both, first_index, largest, named_index, off
-from zmpi.proof.trial import STEPS
+from zmpi.proof.trial import TRIAL_STEPS
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,10 @@ def parts(layout, part, vector):
 
 
 def run(trial):
-    """The Outcome of a trial on this rank, after STEPS steps."""
+    """The Outcome of a trial on this rank, after TRIAL_STEPS steps."""
     zero = trial.make()
     steps = []
-    for step in range(STEPS):
+    for step in range(TRIAL_STEPS):
         zero.train_step(trial.data(step))
         steps.append(_taken(zero))
     get = zero.world.device.get

@@ -14,7 +14,7 @@ from zmpi.numbers.optim import Slice, sums_of_squares
 from zmpi.numbers.precision import RECIPES, Policy
 from zmpi.numbers.sums import add_up
 from zmpi.proof.outcome import Outcome, Part, Taken
-from zmpi.proof.trial import SEED, STEPS
+from zmpi.proof.trial import TRIAL_SEED, TRIAL_STEPS
 
 
 def plain_run(trial):
@@ -22,7 +22,7 @@ def plain_run(trial):
     padded as at size 1.
     """
     plain = Plain(trial)
-    steps = [plain.step(trial.data(step)) for step in range(STEPS)]
+    steps = [plain.step(trial.data(step)) for step in range(TRIAL_STEPS)]
     final = {
         name: part.values.reshape(part.shape) for name, part in plain.named(plain.stored()).items()
     }
@@ -41,7 +41,7 @@ class Plain:
         }
         # Drawn in float32, so that every precision starts from the same weights.
         self.masters = self._vectors(
-            plain_weights(self.model, SEED, np.float32), self.recipe.master
+            plain_weights(self.model, TRIAL_SEED, np.float32), self.recipe.master
         )
         self.moments = {
             unit: {name: np.zeros_like(vector) for name in self.optimizer.moments}

@@ -56,7 +56,7 @@ def judged(trial, promise, compared, findings, good="same bits", figure=None):
     return Row(promise, compared, words, False, where + on_rank)
 
 
-def counted(size):
+def as_count(size):
     """A figure that counts things."""
     return f"off by {size:,.0f}"
 

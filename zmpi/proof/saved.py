@@ -10,7 +10,7 @@ from zmpi.proof.outcome import parts
 from zmpi.proof.rows import Finding, Row, both, first_index, judged, named_index, off
 
 TAKEN = 2  # steps before the save
-TEXT = "state after a save and a load, then one more step"
+COMPARED = "state after a save and a load, then one more step"
 
 
 def saving_loses_nothing(trial):
@@ -22,13 +22,13 @@ def saving_loses_nothing(trial):
     try:
         if not all(world.share(folder.is_dir())):
             why = "the ranks share no temporary folder (set TMPDIR)"
-            yield Row("P5", TEXT, f"not checked: {why}", True, checked=False)
+            yield Row("P5", COMPARED, f"not checked: {why}", True, checked=False)
             return
         found = []
         for precision in sorted({trial.precision, "float16"}):
             one = trial.reduced("ordered").but(precision=precision, model=[*trial.models][-1])
             found += _round_trip(one, folder / precision)
-        yield judged(trial, "P5", TEXT, found)
+        yield judged(trial, "P5", COMPARED, found)
     finally:
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

@@ -5,7 +5,7 @@ j = m x size + r.
 import numpy as np
 
 from zmpi.proof.rows import Finding, judged
-from zmpi.proof.trial import SEED
+from zmpi.proof.trial import TRIAL_SEED
 from zmpi.text.data import Batches, Text
 
 CONTEXT, EACH, ACCUMULATE = 5, 2, 3  # tokens, sequences per micro-batch, micro-batches
@@ -24,8 +24,8 @@ def data_is_shared_out(trial):
         alone = Batches(text, 0, 1, EACH, last_only)
         seen = {}
         for step in (1, 2):
-            ranks = trial.world.share(_starts(mine.of_step(SEED, step, ACCUMULATE)))
-            expected = _starts(alone.of_step(SEED, step, ACCUMULATE * size))
+            ranks = trial.world.share(_starts(mine.of_step(TRIAL_SEED, step, ACCUMULATE)))
+            expected = _starts(alone.of_step(TRIAL_SEED, step, ACCUMULATE * size))
             here = [ranks[j % size][j // size] for j in range(ACCUMULATE * size)]
             found += _compared(f"step {step}", here, expected)
             found += _repeated(f"step {step}", here, seen)
@@ -80,7 +80,7 @@ def _repeated(where, here, seen):
 
 def _targets(batches, last_only):
     """Findings of targets that are not the next tokens."""
-    for inputs, targets in batches.of_step(SEED, 1, 1):
+    for inputs, targets in batches.of_step(TRIAL_SEED, 1, 1):
         expected = inputs[:, -1] + 1 if last_only else inputs + 1
         wrong = np.argwhere(targets != expected)
         if len(wrong):

@@ -17,10 +17,10 @@ from zmpi.numbers.optim import AdamW
 from zmpi.numbers.precision import Policy
 from zmpi.process.errors import Agreed, one_line
 
-STEPS = 3
-SEED = 7
-CHUNK_BYTES = 5000  # of every collective: the GPT's units need several, the MLP's need one
-MODELS = {
+TRIAL_STEPS = 3
+TRIAL_SEED = 7
+SMALL_CHUNKS = 5000  # of every collective: the GPT's units need several, the MLP's need one
+SMALL_MODELS = {
     "GPT": GPT(layers=3, width=15, heads=3, context=7, vocab=29),
     "MLP": MLP(layers=2, width=5, context=3, vocab=11),
 }
@@ -45,7 +45,7 @@ class Trial:
     prefetch: int = 0
     recompute: bool = False
     optimizer: object = AdamW(lr=3e-3, clip=0.5, warmup=2)
-    models: dict = field(default_factory=lambda: dict(MODELS))
+    models: dict = field(default_factory=lambda: dict(SMALL_MODELS))
     large: object = LARGE  # the model of the checks of memory
     tolerance: float = 0.0  # the relative error that P1's rows may have; 0.0: the same bits
 
@@ -71,12 +71,12 @@ class Trial:
         return ("ordered",) if self.precision in ("float16", "bfloat16") else ("mpi", "ordered")
 
     def make(self):
-        """A fresh engine, whose collectives are cut into chunks of CHUNK_BYTES."""
+        """A fresh engine, whose collectives are cut into chunks of SMALL_CHUNKS."""
         policy = Policy(self.precision, self.prefetch, self.recompute)
         model = self.models[self.model]
         with self.named("making the engine"):
             return _tried(self)(
-                model, self.world, self.stage, self.optimizer, seed=SEED, policy=policy
+                model, self.world, self.stage, self.optimizer, seed=TRIAL_SEED, policy=policy
             )
 
     @contextmanager
@@ -129,14 +129,14 @@ class Failed(Exception):
 
 
 def _tried(trial):
-    """A trial's engine class, with collectives in chunks of CHUNK_BYTES (what is lost between two
+    """A trial's engine class, with collectives in chunks of SMALL_CHUNKS (what is lost between two
     chunks shows), and with errors that name the trial.
     """
 
     class Tried(trial.engine):
         def make_communicator(self, *arguments):
             comm = super().make_communicator(*arguments)
-            comm.chunk_bytes = CHUNK_BYTES
+            comm.chunk_bytes = SMALL_CHUNKS
             return comm
 
         def train_step(self, micro_batches):

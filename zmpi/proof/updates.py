@@ -12,7 +12,7 @@ from zmpi.proof.rows import Finding, both, first_index, judged, largest, named_i
 UPDATES = 5
 # Clipping bites in the first and never does in the second, where a factor above 1 would show. Large
 # rates and decays: what is wrong stands out from float32's rounding.
-OPTIMIZERS = (
+FOLLOWED = (
     AdamW(
         lr=0.05, warmup=2, schedule="cosine", decay_steps=4, clip=0.05, weight_decay=0.5, eps=1e-3
     ),
@@ -33,7 +33,7 @@ def updates_are_right(trial):
     mine, known = trial.optimizer, tuple(TEXTBOOK)
     # One of your own that is an AdamW or an SGD is followed as such; another has the base class's
     # rates, or its own.
-    followed = [*OPTIMIZERS, *[mine] * (isinstance(mine, known) and type(mine) not in known)]
+    followed = [*FOLLOWED, *[mine] * (isinstance(mine, known) and type(mine) not in known)]
     own_rates = not isinstance(mine, known) and type(mine).rate is not Optimizer.rate
     optimizers = followed if own_rates else [mine, *followed]
     yield judged(trial, "P1", "learning rates and clipping with a textbook's", _numbers(optimizers))

@@ -2,7 +2,7 @@
 chooses.
 """
 
-from zmpi.proof.rows import Finding, counted, judged
+from zmpi.proof.rows import Finding, as_count, judged
 
 
 def walks_are_whole(trial):
@@ -22,7 +22,7 @@ def walks_are_whole(trial):
         for walk, texts in faults.items():
             found += [Finding(len(texts), f"{model}, {walk}: {text}") for text in texts[:1]]
     yield judged(
-        trial, "P2", "gathers, frees and reductions of the schedule", found, "whole", counted
+        trial, "P2", "gathers, frees and reductions of the schedule", found, "whole", as_count
     )
 
 

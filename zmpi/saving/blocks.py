@@ -14,7 +14,7 @@ import numpy as np
 
 from zmpi.process.files import Damaged, named, open_file
 
-BLOCK = 1 << 20  # bytes
+CHECKED_BYTES = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Record:
     name: str
     bytes: int
     digest: str  # SHA-256 of the block sums, each as 4 bytes, the lowest first
-    sums: list  # CRC-32 of each block of BLOCK bytes; the last one may be shorter
+    sums: list  # CRC-32 of each block of CHECKED_BYTES bytes; the last one may be shorter
 
     def entry(self):
         """The record as JSON holds it."""
@@ -32,7 +32,9 @@ class Record:
 
     def is_whole(self):
         """Whether sums, digest and length fit together."""
-        return self.digest == digest_of(self.sums) and len(self.sums) == -(-self.bytes // BLOCK)
+        return self.digest == digest_of(self.sums) and len(self.sums) == -(
+            -self.bytes // CHECKED_BYTES
+        )
 
 
 def digest_of(sums):
@@ -57,11 +59,11 @@ class BlockWriter:
         rest = array.view(np.uint8)
         while len(rest):
             with named(self.path):
-                written = self._file.write(rest[: BLOCK - self._filled])
+                written = self._file.write(rest[: CHECKED_BYTES - self._filled])
             self._crc = zlib.crc32(rest[:written], self._crc)
             self._filled += written
             self._bytes += written
-            if self._filled == BLOCK:
+            if self._filled == CHECKED_BYTES:
                 self._end_block()
             rest = rest[written:]
 
@@ -87,7 +89,10 @@ class Room:
     """Memory for one block. Readers of several files may share it."""
 
     def __init__(self):
-        self.block, self.holds = np.empty(BLOCK, np.uint8), None  # holds: (whose, which block)
+        self.block, self.holds = (
+            np.empty(CHECKED_BYTES, np.uint8),
+            None,
+        )  # holds: (whose, which block)
 
 
 class BlockReader:
@@ -120,26 +125,28 @@ class BlockReader:
         """Fill the vector `out` with the bytes from `start` on."""
         rest = out.view(np.uint8)
         while len(rest):
-            number, offset = divmod(start, BLOCK)
+            number, offset = divmod(start, CHECKED_BYTES)
             found = self._load(number)[offset : offset + len(rest)]
             rest[: len(found)] = found
             rest, start = rest[len(found) :], start + len(found)
 
     def _load(self, number):
         """A view of a block, as long as it is in memory."""
-        length = min(BLOCK, self.record.bytes - number * BLOCK)
+        length = min(CHECKED_BYTES, self.record.bytes - number * CHECKED_BYTES)
         block, room = self._room.block[:length], self._room
         if room.holds != (self, number):
             room.holds = None
             with named(self.path):
                 done = 0
                 while done < length and (
-                    count := os.preadv(self._file.fileno(), [block[done:]], number * BLOCK + done)
+                    count := os.preadv(
+                        self._file.fileno(), [block[done:]], number * CHECKED_BYTES + done
+                    )
                 ):
                     done += count
             if done < length or zlib.crc32(block) != self.record.sums[number]:
                 raise Damaged(
-                    f"{self.path}: the block at byte {number * BLOCK} has another checksum: damaged"
+                    f"{self.path}: the block at byte {number * CHECKED_BYTES} has another checksum: damaged"
                 )
             room.holds = self, number
         return block

@@ -26,7 +26,7 @@ from zmpi.saving.found import explained, moved_on, newest, read_checkpoint
 from zmpi.saving.manifest import Manifest, unit_entry
 
 # attributes that say what a model is, where it has them
-SIZES = ("depth", "width", "heads", "context", "vocab")
+MODEL_ATTRIBUTES = ("depth", "width", "heads", "context", "vocab")
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def _model(model):
         kind = f"{kind} of your own"  # which no command takes for the one of that name
     return {
         "kind": kind,
-        **{name: getattr(model, name) for name in SIZES if hasattr(model, name)},
+        **{name: getattr(model, name) for name in MODEL_ATTRIBUTES if hasattr(model, name)},
     }
 
 

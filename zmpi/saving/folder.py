@@ -20,7 +20,7 @@ from pathlib import Path
 
 from zmpi.process.files import Damaged, named, sync_folder, write_text
 from zmpi.saving.found import LATEST, NAME, identify, newest, save_of
-from zmpi.saving.manifest import DIGEST, JSON, digest_of
+from zmpi.saving.manifest import DIGEST, JSON, manifest_digest
 
 SAVING, REMOVING, MARKING = ".saving-", ".removing-", ".latest"
 LOCK = ".flock"
@@ -198,7 +198,7 @@ class Folder:
 
     def _mark(self, final):
         """Move `latest`."""
-        digest = digest_of(final)
+        digest = manifest_digest(final)
         if digest is None:
             raise Damaged(f"{final / JSON}: damaged")
         mark = self.path / MARKING

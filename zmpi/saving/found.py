@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zmpi.process.files import Damaged, read_file
-from zmpi.saving.manifest import JSON, Manifest, digest_of
+from zmpi.saving.manifest import JSON, Manifest, manifest_digest
 
 LATEST = "latest"
 NAME = re.compile(r"step-(\d{8,})-save-(\d+)")
@@ -50,7 +50,9 @@ def identify(path):
         return Found(path, step, save, "", None, "")
     except ValueError as error:
         return Found(path, step, save, "", None, str(error))
-    return Found(path, step, save, digest_of(path) or "", run_of(manifest), _misnamed(manifest))
+    return Found(
+        path, step, save, manifest_digest(path) or "", run_of(manifest), _misnamed(manifest)
+    )
 
 
 def read_checkpoint(folder):
@@ -113,7 +115,7 @@ def _marked(path, content):
         raise Damaged(f"{mark}: damaged; {way_out}")
     if not (path / found[1]).is_dir():
         raise Damaged(f"{mark}: points to a missing checkpoint, {found[1]}; {way_out}")
-    digest = digest_of(path / found[1])
+    digest = manifest_digest(path / found[1])
     if digest not in (None, found[4]):  # a manifest that is damaged itself is named when it is read
         raise Damaged(
             f"{mark}: another checksum than that of {found[1]}/{JSON}: damaged; {way_out}"

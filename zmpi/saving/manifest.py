@@ -25,7 +25,7 @@ import numpy as np
 
 from zmpi.process.files import JSON_BYTES, Damaged, parse_json, read_file, sync_folder, write_text
 from zmpi.saving.blocks import BlockReader, Record, Room
-from zmpi.saving.rules import TEXT, check, whole
+from zmpi.saving.rules import TEXT, check, whole_number
 from zmpi.saving.schema import check_entries
 
 VERSION = 1  # of the format: it rises when older readers would go wrong; a key that they may ignore does not raise it
@@ -65,7 +65,7 @@ class Manifest:
                 f"{path}: another checksum than in {DIGEST} beside it: one of the two is damaged"
             )
         entries = parse_json(text, path)
-        check(entries, {"format": whole(1), "byteorder": TEXT}, path)
+        check(entries, {"format": whole_number(1), "byteorder": TEXT}, path)
         if entries["format"] > VERSION:
             raise ValueError(
                 f"{path}: format {entries['format']} is newer than this zmpi reads ({VERSION})"
@@ -226,7 +226,7 @@ def unit_entry(layout):
     return {"name": layout.name, "prefix": layout.prefix, **sizes, "parameters": parameters}
 
 
-def digest_of(folder):
+def manifest_digest(folder):
     """SHA-256 of a checkpoint's manifest, if that is what is noted beside it; else None."""
     try:
         text = read_file(Path(folder) / JSON, JSON_BYTES)

@@ -19,7 +19,7 @@ from zmpi.saving.rules import shown
 from zmpi.text.formats import LOOKED_AT, container, refuse_irregular
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-SIZES = {
+PUBLISHED_SIZES = {
     "layers": "n_layer",
     "width": "n_embd",
     "heads": "n_head",
@@ -36,14 +36,14 @@ COMPUTED = {
     "tie_word_embeddings": (True,),
 }
 UNUSED = (".attn.bias", ".attn.masked_bias")  # masks that older files carry
-HEAD = "lm_head.weight"
+HEAD_WEIGHT = "lm_head.weight"
 ELSEWHERE = {  # where other tools put weights: what to do about it
     "model.safetensors.index.json": "save it again with max_shard_size='1000GB'",
     "pytorch_model.bin": "save it again with safe_serialization=True",
     "pytorch_model.bin.index.json": "save it again with safe_serialization=True",
 }
-KINDS = ("F64", "F32", "F16", "BF16")  # of safetensors
-ROWS = 1 << 20  # elements that are read at a time, about
+NUMBER_TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors
+READ_ELEMENTS = 1 << 20  # elements that are read at a time, about
 TOO_LARGE = 1 << 31
 PUBLISHED_VOCAB, END_OF_TEXT = 50257, 50256
 
@@ -54,15 +54,15 @@ def sizes_in(folder):
     text = read_file(path, JSON_BYTES)
     try:
         config = json.loads(text)  # UTF-8, -16 or -32, with or without its mark
-        sizes = {ours: index(config[theirs]) for ours, theirs in SIZES.items()}
+        sizes = {ours: index(config[theirs]) for ours, theirs in PUBLISHED_SIZES.items()}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         fault = container(text) or f"{type(error).__name__}: {error}"
         raise ValueError(f"{path}: not the configuration of a GPT-2 ({fault})") from None
     for name, value in sizes.items():
-        if not 1 <= value < TOO_LARGE or config[SIZES[name]] is True:
+        if not 1 <= value < TOO_LARGE or config[PUBLISHED_SIZES[name]] is True:
             bound = "at least 1" if value < 1 else f"a whole number below {TOO_LARGE}"
-            found = shown(config[SIZES[name]])
-            raise ValueError(f"{path}: {SIZES[name]}: expected {bound}, got {found}")
+            found = shown(config[PUBLISHED_SIZES[name]])
+            raise ValueError(f"{path}: {PUBLISHED_SIZES[name]}: expected {bound}, got {found}")
     expected = {**COMPUTED, "model_type": ("gpt2",), "n_inner": (None, 4 * sizes["width"])}
     for name, values in expected.items():
         if config.get(name, values[0]) not in values:
@@ -87,7 +87,7 @@ def _refuse_more_than_stored(sizes, path):
 def config_for(sizes):
     """The configuration of a GPT-2 of these sizes, as transformers reads it. It trains without dropout."""
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
-    config |= {theirs: sizes[ours] for ours, theirs in SIZES.items()}
+    config |= {theirs: sizes[ours] for ours, theirs in PUBLISHED_SIZES.items()}
     config |= {
         "n_ctx": sizes["context"],
         "n_inner": None,
@@ -120,20 +120,20 @@ class Weights:
                     f"{self.path}: {stored}: expected shape {tuple(shape)}, got {found.get(stored, 'none')}"
                 )
             kind = self._file.get_slice(stored).get_dtype()
-            if kind not in KINDS:
+            if kind not in NUMBER_TYPES:
                 raise ValueError(
-                    f"{self.path}: {stored}: expected numbers of type {', '.join(KINDS)}; got {kind}"
+                    f"{self.path}: {stored}: expected numbers of type {', '.join(NUMBER_TYPES)}; got {kind}"
                 )
         spare = [
             name
             for name in found
-            if name not in self._names.values() and not name.endswith((*UNUSED, HEAD))
+            if name not in self._names.values() and not name.endswith((*UNUSED, HEAD_WEIGHT))
         ]
         if spare:
             raise ValueError(f"{self.path}: {spare[0]}: this GPT-2 has no such parameter")
-        if HEAD in found and not self._same(HEAD, self._names["wte.weight"]):
+        if HEAD_WEIGHT in found and not self._same(HEAD_WEIGHT, self._names["wte.weight"]):
             raise ValueError(
-                f"{self.path}: {HEAD} differs from wte.weight; the model's head is wte"
+                f"{self.path}: {HEAD_WEIGHT} differs from wte.weight; the model's head is wte"
             )
 
     def __enter__(self):
@@ -158,7 +158,7 @@ class Weights:
         """(first row, rows) of a tensor, about ROWS elements at a time."""
         tensor = self._file.get_slice(stored)
         shape = tensor.get_shape()
-        step = max(1, ROWS // max(1, prod(shape[1:])))
+        step = max(1, READ_ELEMENTS // max(1, prod(shape[1:])))
         for start in range(0, shape[0], step):
             yield start, tensor[start : min(start + step, shape[0])]
 

@@ -19,7 +19,7 @@ class Rule:
     holds: Callable
 
 
-def whole(lowest=0, highest=LARGEST):
+def whole_number(lowest=0, highest=LARGEST):
     """A whole number within bounds."""
     words = f"a whole number from {lowest} to {highest}"
     return Rule(words, lambda value: type(value) is int and lowest <= value <= highest)

@@ -7,7 +7,17 @@ follow from the bytes that are on disk. Nothing in a manifest names code to run.
 from math import prod
 
 from zmpi.numbers.precision import RECIPES
-from zmpi.saving.rules import FILE_NAME, NUMBER, SCALAR, TEXT, Rule, check, one_of, or_null, whole
+from zmpi.saving.rules import (
+    FILE_NAME,
+    NUMBER,
+    SCALAR,
+    TEXT,
+    Rule,
+    check,
+    one_of,
+    or_null,
+    whole_number,
+)
 
 UNSIGNED = (1 << 32) - 1
 SUMS = Rule(
@@ -20,34 +30,39 @@ SCALARS = Rule(
     "an object of numbers, strings, true, false and null",
     lambda flags: isinstance(flags, dict) and all(map(SCALAR.holds, [*flags, *flags.values()])),
 )
-PARAMETER = {"name": TEXT, "shape": [whole()], "offset": whole()}
-UNIT = {"name": TEXT, "prefix": TEXT, "elements": whole(), "padded": whole()}
-UNIT |= {"shard_length": whole(), "parameters": [PARAMETER]}
+PARAMETER = {"name": TEXT, "shape": [whole_number()], "offset": whole_number()}
+UNIT = {"name": TEXT, "prefix": TEXT, "elements": whole_number(), "padded": whole_number()}
+UNIT |= {"shard_length": whole_number(), "parameters": [PARAMETER]}
 MANIFEST = {
     "run_id?": TEXT,
-    "save?": whole(1),
-    "step?": whole(),
-    "updates?": whole(),
-    "seed?": whole(-(1 << 127), 1 << 127),
-    "size?": whole(1),
+    "save?": whole_number(1),
+    "step?": whole_number(),
+    "updates?": whole_number(),
+    "seed?": whole_number(-(1 << 127), 1 << 127),
+    "size?": whole_number(1),
     "stage?": SCALAR,
     "recipe?": one_of(*RECIPES),
     "master?": one_of("float32", "float64"),
     "vectors?": [TEXT],
-    "scaler?": {"scale": NUMBER, "good_steps": whole(), "window": or_null(whole())},
+    "scaler?": {"scale": NUMBER, "good_steps": whole_number(), "window": or_null(whole_number())},
     "optimizer?": {"name": TEXT},
     "model?": {"kind": TEXT},
     "units?": [UNIT],
-    "files?": [{"name": FILE_NAME, "bytes": whole(), "digest": TEXT, "sums": SUMS}],
+    "files?": [{"name": FILE_NAME, "bytes": whole_number(), "digest": TEXT, "sums": SUMS}],
 }
-TRAINED = {"tokens": whole(), "kind": TEXT, "crc32": whole(0, UNSIGNED), "python?": TEXT}
-TRAINED |= {"global_batch": whole(1, 1 << 31)}
+TRAINED = {
+    "tokens": whole_number(),
+    "kind": TEXT,
+    "crc32": whole_number(0, UNSIGNED),
+    "python?": TEXT,
+}
+TRAINED |= {"global_batch": whole_number(1, 1 << 31)}
 CODE = Rule(
     "an object of names",
     lambda code: isinstance(code, dict) and all(map(TEXT.holds, [*code, *code.values()])),
 )
 RUN = {"flags": SCALARS, "data": TRAINED, "code?": CODE}  # of a manifest that the command wrote
-SIZES = {  # of the models that are built from a manifest
+SIZES_OF_KIND = {  # of the models that are built from a manifest
     "GPT": ("depth", "width", "heads", "context", "vocab"),
     "MLP": ("depth", "width", "context", "vocab"),
 }
@@ -96,7 +111,7 @@ def _check_model(entries, path):
     units = entries.get("units", [])
     elements = sum(unit["elements"] for unit in units)
     bounds = {
-        name: whole(1, len(units) if name == "depth" else elements)
-        for name in SIZES.get(entries["model"]["kind"], ())
+        name: whole_number(1, len(units) if name == "depth" else elements)
+        for name in SIZES_OF_KIND.get(entries["model"]["kind"], ())
     }
     check(entries["model"], bounds, f"{path}: model")

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from zmpi.numbers.domains import SIZES, Domain
+from zmpi.numbers.domains import SIZE_BOUND, Domain
 from zmpi.process.files import named
 from zmpi.text.formats import LOOKED_AT, not_text, not_uint16, refuse_irregular
 
-COUNT = Domain(1, below=SIZES, whole=True)
+COUNT = Domain(1, below=SIZE_BOUND, whole=True)
 EVALUATED = 128  # held-out sequences of one evaluation, at most
 END = 1 << 20  # tokens at either end of a part whose bytes are in its checksum
 SPREAD, SAMPLE = 64, 1 << 16  # and that many samples of so many tokens, evenly spread over all

@@ -11,7 +11,7 @@ import numpy as np
 
 LOOKED_AT = 1 << 20  # bytes at the start of a file
 EVIDENCE = 64  # bytes at least: shorter files prove nothing
-KINDS = {
+IRREGULAR = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -54,7 +54,7 @@ def refuse_irregular(flag, path):
     except OSError as error:
         raise ValueError(f"{flag}: {path}: {error.strerror}") from None
     if kind != stat.S_IFREG:
-        found = KINDS.get(kind, "no regular file")
+        found = IRREGULAR.get(kind, "no regular file")
         raise ValueError(f"{flag}: expected a file, got {path} ({found})")
 
 
