@@ -15,13 +15,13 @@ FLOORS = (
     {
         "process": """errors clock files cgroup launch cores blas malloc machine hooks ending
                       guard_messages guard agree streams output table""",
-        "numbers": "domains precision sums optim kernels",
+        "numbers": "domains precision gap sums optim kernels",
     },
     {
         "messages": "memory ledger device cuda_aware under_way transport world comm",
         "text": "formats data coding sampling",
     },
-    {"saving": "rules schema blocks manifest found folder checkpoint pretrained"},
+    {"saving": "rules schema blocks manifest compared found folder checkpoint pretrained"},
     {"core": "stages layout schedule owned gradient unit step engine"},
     {
         "cost": """counted watch probes trace turns dryrun memory_limit estimate speed measure
@@ -32,9 +32,9 @@ FLOORS = (
     },
     {
         "cli": """options own start model_flags optimizer_flags train_flags bench_flags resume
-                  report progress run_log""",
+                  report progress run_log logged settings side_by_side""",
     },
-    {"": "train verify bench plan generate export doctor __main__"},
+    {"": "train verify bench plan generate export compare doctor __main__"},
 )
 
 

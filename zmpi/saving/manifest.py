@@ -173,12 +173,20 @@ class Manifest:
             base += unit["shard_length"] * len(self["vectors"])
         return places
 
+    def read_elements(self, name, vector, start, stop, readers):
+        """Elements start ... stop - 1 of a parameter's `vector`, new memory.
+
+        `readers` are BlockReaders of all files, in order.
+        """
+        out = np.empty(stop - start, self.dtype)
+        for piece in self.pieces(name, vector, start, stop):
+            readers[piece.file].read(piece.byte, out[piece.start - start : piece.stop - start])
+        return out
+
     def read_parameter(self, name, readers):
-        """The master of a whole parameter in its shape, new memory; `readers` are BlockReaders of all files, in order."""
-        out = np.empty(prod(self.shapes[name]), self.dtype)
-        for piece in self.pieces(name, "master", 0, len(out)):
-            readers[piece.file].read(piece.byte, out[piece.start : piece.stop])
-        return out.reshape(self.shapes[name])
+        """The master of a whole parameter in its shape, new memory; `readers` as above."""
+        shape = self.shapes[name]
+        return self.read_elements(name, "master", 0, prod(shape), readers).reshape(shape)
 
 
 class Readers:
