@@ -17,6 +17,7 @@ MARKS = {
     "gather": "g",
     "wait": "w",
     "forward": "F",
+    "turn": "T",
     "backward": "B",
     "free": ".",
     "reduce": "R",

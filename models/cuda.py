@@ -30,7 +30,7 @@ def compiled(source, kind):
     return cupy.RawModule(code=text, options=("-std=c++17", DEFINES[kind]))
 
 
-def launch(name, kind, size, *arguments, source):
+def queue_kernel(name, kind, size, *arguments, source):
     """Queue a kernel of the file `source` for arrays of the type `kind`, with `size` threads in all.
 
     Whole numbers are passed as Index.

@@ -13,12 +13,12 @@ import numpy as np
 
 from models import cached
 from models.attention import by_head
-from models.cuda import NOTHING, THREADS, contiguous, launch, multiply, wide
+from models.cuda import NOTHING, THREADS, contiguous, multiply, queue_kernel, wide
 from models.ops import EPS, flat_rows
 
 COLUMN_PARTS = 128  # into which rows are cut for sums over columns: a number that no device changes
 
-_launch = partial(launch, source=Path(__file__).with_name("kernels.cu"))
+_launch = partial(queue_kernel, source=Path(__file__).with_name("kernels.cu"))
 
 
 # ---- linear ----------------------------------------------------------------------------------------------------------

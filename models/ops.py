@@ -5,7 +5,8 @@ of one block. `...` stands for any leading axes. Causal attention has a file of 
 
 A forward never writes its inputs and returns new memory. A backward takes the gradient of its forward's output first and
 accumulates (`+=`) into the gradients of parameters; where it may overwrite `dy`, its docstring says so. All results have
-the dtype of the inputs. Only functions that dispatch on the type of array are used: one source for NumPy and CuPy.
+the dtype of the inputs. Only functions that dispatch on the type of array are used: one source for NumPy and CuPy. What
+is marked `on_gpu` has a fused twin in kernels.py, which takes over where the arrays are CuPy's.
 """
 
 import math
@@ -41,6 +42,7 @@ def column_sums(x_NF):
 # ---- linear ----------------------------------------------------------------------------------------------------------
 
 
+@on_gpu
 def add_product(dw_MN, a_MK, b_KN):
     """dw += a @ b. On a GPU dw may be wider than a and b, and what is added is not rounded to their 16 bits."""
     for rows in row_blocks(
@@ -50,6 +52,7 @@ def add_product(dw_MN, a_MK, b_KN):
         dw_RN += np.matmul(a_MK[rows], b_KN)
 
 
+@on_gpu
 def linear(x, w_CF, b_F):
     """y = x @ w + b, (..., C) -> (..., F)."""
     y_NF = np.matmul(flat_rows(x), w_CF)
@@ -57,6 +60,7 @@ def linear(x, w_CF, b_F):
     return y_NF.reshape(*x.shape[:-1], -1)
 
 
+@on_gpu
 def linear_backward(dy, x, w_CF, dw_CF, db_F):
     """Of y = x @ w + b: returns dx = dy @ w.T in new memory, adds x.T @ dy onto dw and the sum of dy's rows onto db."""
     dy_NF = flat_rows(dy)
@@ -68,6 +72,7 @@ def linear_backward(dy, x, w_CF, dw_CF, db_F):
 # ---- GELU ------------------------------------------------------------------------------------------------------------
 
 
+@on_gpu
 def gelu(x):
     """y = x (1 + tanh u) / 2, u = sqrt(2/pi) (x + 0.044715 x^3): Hendrycks and Gimpel 2016, GPT-2's form."""
     y = np.empty_like(x)
@@ -85,6 +90,7 @@ def gelu(x):
     return y
 
 
+@on_gpu
 def gelu_backward(dy, x):
     """Of y = x (1 + tanh u) / 2: returns dx, in dy's memory.
 
@@ -115,6 +121,7 @@ def gelu_backward(dy, x):
 # ---- layer norm ------------------------------------------------------------------------------------------------------
 
 
+@on_gpu
 def layer_norm(x, gain_C, bias_C):
     """y = x_hat * gain + bias, x_hat = (x - mean) * rstd over the last axis, rstd = 1 / sqrt(variance + 1e-5).
 
@@ -137,6 +144,7 @@ def layer_norm(x, gain_C, bias_C):
     return y, (x_hat, rstd_N1)
 
 
+@on_gpu
 def layer_norm_backward(dy, saved, gain_C, dgain_C, dbias_C):
     """Of y = x_hat * gain + bias, x_hat = (x - mean) * rstd: returns dx, in dy's memory. `saved` is (x_hat, rstd).
 
@@ -167,6 +175,7 @@ def embedding(tokens, w_VC):
     return w_VC[tokens]
 
 
+@on_gpu
 def embedding_backward(dy, tokens, dw_VC):
     """Of y = w[tokens]: adds onto each token's row of dw the sum of dy's rows where it stood, in the order they stood.
 
@@ -184,6 +193,7 @@ def embedding_backward(dy, tokens, dw_VC):
 # ---- cross entropy ---------------------------------------------------------------------------------------------------
 
 
+@on_gpu
 def cross_entropy(logits_NV, targets_N, divisor):
     """loss_sum = sum of -log p[target] over the targets that are not negative, p = softmax(logits).
 
@@ -209,11 +219,3 @@ def cross_entropy(logits_NV, targets_N, divisor):
         z_RV[at_target] -= weight_R1[:, 0]
     losses_N1 *= counted_N1
     return float(losses_N1.sum(dtype=np.float64)), logits_NV
-
-
-# On a GPU the fused twins of kernels.py take over: CuPy's arrays are handed to them.
-add_product, linear, linear_backward = map(on_gpu, (add_product, linear, linear_backward))
-gelu, gelu_backward, layer_norm, layer_norm_backward = map(
-    on_gpu, (gelu, gelu_backward, layer_norm, layer_norm_backward)
-)
-embedding_backward, cross_entropy = map(on_gpu, (embedding_backward, cross_entropy))

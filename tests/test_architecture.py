@@ -19,7 +19,7 @@ FLOORS = (
     },
     {
         "messages": "memory ledger device cuda_aware under_way transport world comm",
-        "text": "formats data coding sampling",
+        "text": "formats data generation",
     },
     {"saving": "rules schema blocks manifest compared found folder checkpoint pretrained"},
     {"core": "stages layout schedule owned gradient unit step engine"},
@@ -31,7 +31,8 @@ FLOORS = (
                     updates accounts lifetimes saved conduct""",
     },
     {
-        "cli": """options own start model_flags optimizer_flags train_flags bench_flags resume
+        "cli": """options own shared_flags start model_flags optimizer_flags train_flags bench_flags
+                  resume
                   report progress run_log logged settings side_by_side""",
     },
     {"": "train verify bench plan generate export compare doctor __main__"},
@@ -176,3 +177,30 @@ def test_every_folder_of_code_is_installed():
     assert set(setup["options"]["packages"].replace(",", " ").split()) == {
         module(path.parent) for path in FILES
     }
+
+
+# What each command has, and an update that is written twice on purpose: in blocks, and as a textbook has it.
+BOUND_TWICE = {"main", "parser", "COMMAND", "adamw"}
+
+
+def test_a_public_name_means_one_thing():
+    """No two files bind one name at their top level, nor that of another file; a kernel has the name of its twin."""
+    files = {path.stem: path for path in FILES if not path.stem.startswith("__")}
+    homes = {}
+    for path in FILES:
+        for name in [] if path.stem == "kernels" else top_level(path):
+            assert name in BOUND_TWICE or name not in homes, f"{name}: {homes[name]}, {path}"
+            homes[name] = path
+            assert files.get(name, path) == path, f"{name}: {path}, and the name of a file"
+
+
+def top_level(path):
+    """The public names that a file binds at its top level, each once."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {n.id for target in targets for n in ast.walk(target) if hasattr(n, "id")}
+    return {name for name in names if not name.startswith("_")}

@@ -17,8 +17,16 @@ from zmpi.generate import parser
 from zmpi.messages.device import choose_device
 from zmpi.process.errors import UsageError
 from zmpi.process.streams import Stream
-from zmpi.text.coding import Bytes, Growing, Ids, Voice, Words
-from zmpi.text.sampling import Draws, draw, generate
+from zmpi.text.generation import (
+    Bytes,
+    Draws,
+    Growing,
+    Ids,
+    Voice,
+    Words,
+    draw,
+    next_tokens,
+)
 
 
 def draws(**changed):
@@ -47,7 +55,7 @@ def test_every_token_follows_from_the_last_context_tokens(settings):
     """The cache and the sliding window give what a full forward over these tokens gives."""
     zero, asked = Alone(GPT(layers=2, width=6, heads=3, context=9, vocab=11)), draws(**settings)
     tokens = [3, 1, 4]
-    for position, token in enumerate(generate(zero, tokens, asked, Ids(), lambda: False)):
+    for position, token in enumerate(next_tokens(zero, tokens, asked, Ids(), lambda: False)):
         assert token == draw(zero.forward(np.array([tokens[-9:]]))[0, -1], asked, position)
         tokens.append(token)
     assert len(tokens) == 33
@@ -59,14 +67,14 @@ def test_every_token_follows_from_the_last_context_tokens(settings):
 
 def test_a_window_model_sees_its_context():
     zero, tokens = Alone(MLP(layers=1, width=6, context=4, vocab=11)), [3, 1, 4, 1, 5]
-    for position, token in enumerate(generate(zero, tokens, draws(), Ids(), lambda: False)):
+    for position, token in enumerate(next_tokens(zero, tokens, draws(), Ids(), lambda: False)):
         assert token == draw(zero.forward(np.array([tokens[-4:]]))[0], draws(), position)
         tokens.append(token)
 
 
 def test_generation_ends_when_nobody_listens():
     zero, heard = Alone(GPT(layers=1, width=6, heads=3, context=9, vocab=11)), []
-    for token in generate(zero, [1], draws(), Ids(), lambda: len(heard) == 4):
+    for token in next_tokens(zero, [1], draws(), Ids(), lambda: len(heard) == 4):
         heard.append(token)
     assert len(heard) == 4
 
@@ -285,10 +293,12 @@ def test_only_tokens_with_a_text_are_drawn(words, made):
     coding = words(model=made["model"] | {"vocab": vocab}, added_tokens=[])
     zero = Alone(GPT(layers=1, width=6, heads=3, context=9, vocab=700))
     assert coding.ids.tolist() == list(range(0, 2 * len(vocab), 2))
-    tokens = list(generate(zero, [2], draws(temperature=50.0, tokens=200), coding, lambda: False))
+    tokens = list(
+        next_tokens(zero, [2], draws(temperature=50.0, tokens=200), coding, lambda: False)
+    )
     assert len(set(tokens)) > 50 and set(tokens) <= set(vocab.values())
     narrow = Alone(GPT(layers=1, width=6, heads=3, context=9, vocab=11))
-    tokens = list(generate(narrow, [2], draws(temperature=50.0), coding, lambda: False))
+    tokens = list(next_tokens(narrow, [2], draws(temperature=50.0), coding, lambda: False))
     assert set(tokens) == {0, 2, 4, 6, 8, 10}
 
 
@@ -298,11 +308,11 @@ def test_an_end_of_text_ends_the_text(words):
         Alone(GPT(layers=1, width=6, heads=3, context=9, vocab=11)),
         draws(temperature=9.0),
     )
-    every = list(generate(zero, [1], asked, Ids(), lambda: False))
+    every = list(next_tokens(zero, [1], asked, Ids(), lambda: False))
     end = every[5]
     expected = every[: every.index(end)]
     assert len(every) == 30
-    assert list(generate(zero, [1], asked, Ids((99, end)), lambda: False)) == expected
+    assert list(next_tokens(zero, [1], asked, Ids((99, end)), lambda: False)) == expected
 
 
 def test_a_token_that_cannot_be_decoded_ends_the_text_with_its_error(monkeypatch):

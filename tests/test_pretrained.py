@@ -11,7 +11,7 @@ import pytest
 
 from models import GPT, plain_weights, units
 from zmpi.core.layout import Layout
-from zmpi.export import export
+from zmpi.export import export_weights
 from zmpi.saving import pretrained
 from zmpi.saving.blocks import CHECKED_BYTES, BlockWriter, sampled_checksum
 from zmpi.saving.manifest import Manifest, unit_entry
@@ -280,9 +280,9 @@ def test_an_export_takes_one_parameter_and_one_block(tmp_path):
     }
     Manifest(tmp_path / "step", entries | {"files": files}).write()
     manifest = Manifest.read(tmp_path / "step")
-    export(manifest, tmp_path / "warm")  # imports the package
+    export_weights(manifest, tmp_path / "warm")  # imports the package
     tracemalloc.start()
-    export(manifest, tmp_path / "to")
+    export_weights(manifest, tmp_path / "to")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 * 4000 * 128 + CHECKED_BYTES + (300 << 10)

@@ -1,6 +1,7 @@
 """Ranks that were given different flags end with one line that names the flag and the ranks: none hangs, nothing is run."""
 
 import sys
+from importlib import import_module
 
 import pytest
 from mpirun import run_world
@@ -59,3 +60,28 @@ def test_files_may_lie_elsewhere_on_each_rank(tmp_path):
         )
     )
     assert ended.status == 0, ended.output
+
+
+# Flags that mean another thing in another command.
+OWN = {
+    "--seed",
+    "--steps",
+    "--checkpoint",
+    "--json",
+    "--model",
+    "--optimizer",
+    "--flops",
+    "--memory",
+    "-h",
+}
+
+
+def test_commands_that_share_a_flag_take_and_say_the_same():
+    said = {}
+    for name in ("train", "bench", "plan", "verify", "generate", "export", "compare", "doctor"):
+        for action in import_module(f"zmpi.{name}").parser()._actions:
+            says = action.help, action.choices, action.nargs, action.metavar, type(action)
+            for option in {*action.option_strings} - OWN:
+                first, expected = said.setdefault(option, (name, says))
+                assert says == expected, f"{option}: {first}, {name}"
+    assert len(said) > 50

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from zmpi.cost.trace import under_way
-from zmpi.cost.turns import in_turns, ratio, spread, too_close
+from zmpi.cost.trace import gathers_under_way
+from zmpi.cost.turns import in_turns, quartiles_of, ratio, too_close
 from zmpi.process.errors import Agreed
 
 
@@ -66,7 +66,7 @@ def test_ratios_are_medians_over_the_rounds_that_both_took():
     found = ratio([1.0, 4.0, None, 9.0], [2.0, 2.0, 5.0, 9.0])
     assert found == {"median": 1.0, "quartiles": [0.75, 1.5]}
     assert ratio([None], [1.0]) is None
-    assert spread([3.0]) == {"median": 3.0, "quartiles": [3.0, 3.0]}
+    assert quartiles_of([3.0]) == {"median": 3.0, "quartiles": [3.0, 3.0]}
 
 
 @pytest.mark.parametrize(
@@ -97,4 +97,4 @@ def test_a_gather_is_under_way_in_a_product_if_a_layer_computes_between_its_star
             ("wait", "c", 0),
         ]
     ]
-    assert under_way(events) == {"gathers": 3, "during_products": 1, "bytes": 10}
+    assert gathers_under_way(events) == {"gathers": 3, "during_products": 1, "bytes": 10}

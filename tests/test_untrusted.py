@@ -197,7 +197,7 @@ def test_an_export_opens_as_many_files_as_it_may(checkpoint, tmp_path, monkeypat
     monkeypatch.setattr(export.resource, "getrlimit", lambda _: limits[len(open_now)])
     monkeypatch.setattr(export.resource, "setrlimit", lambda _, limit: raised.append(limit))
     for folder in ("raised", "few"):
-        export.export(manifest, tmp_path / folder)
+        export.export_weights(manifest, tmp_path / folder)
         open_now.append(folder)
     assert raised == [(RANKS + export.OTHER_FILES, 4096), (66, 66)]
     found = [(tmp_path / folder / pretrained.WEIGHTS).read_bytes() for folder in open_now]

@@ -8,7 +8,8 @@ from time import perf_counter
 import numpy as np
 
 from zmpi.cli.options import Parser
-from zmpi.cli.start import add_world_flags, start_command
+from zmpi.cli.shared_flags import WORLD_FLAGS, add_shared
+from zmpi.cli.start import start_command
 from zmpi.core.layout import Layout
 from zmpi.messages.comm import Communicator
 from zmpi.messages.ledger import Ledger
@@ -32,7 +33,7 @@ TIMED_ROUNDS = 7  # the median of which counts
 def parser():
     """All flags."""
     flags = Parser(COMMAND, __doc__)
-    add_world_flags(flags.add_argument_group("how it is run"), timeout=60)
+    add_shared(flags.add_argument_group("how it is run"), *WORLD_FLAGS, timeout=60)
     return flags
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter
 
 from zmpi.cli.options import Parser, alone, file_name
+from zmpi.cli.shared_flags import add_shared
 from zmpi.saving import pretrained
 from zmpi.saving.found import read_checkpoint, with_newest
 from zmpi.saving.manifest import Readers
@@ -21,15 +22,8 @@ OTHER_FILES = 64  # that a process has open, about
 def parser():
     """All flags. The names are a contract."""
     flags = Parser(COMMAND, __doc__)
-    add = flags.add_argument
-    add(
-        "--checkpoint",
-        type=file_name,
-        metavar="DIR",
-        required=True,
-        help="folder of checkpoints (takes the newest), or one",
-    )
-    add(
+    add_shared(flags, "--checkpoint")
+    flags.add_argument(
         "--to",
         type=file_name,
         metavar="DIR",
@@ -56,11 +50,11 @@ def main(argv=None):
 
 def _exported(folder, to):
     manifest = read_checkpoint(folder)
-    export(manifest, to)
+    export_weights(manifest, to)
     return manifest
 
 
-def export(manifest, to):
+def export_weights(manifest, to):
     """Write the weights of a checkpoint into a folder. Raises ValueError for what is no GPT, or damaged: nothing is written."""
     model = manifest["model"]
     if model["kind"] != "GPT":

@@ -5,9 +5,9 @@ then the window moves on with every token, and with it all positions: the window
 """
 
 from models import GPT, MLP
-from zmpi.cli.model_flags import SEEDS
 from zmpi.cli.options import Parser, file_name, real, whole
-from zmpi.cli.start import add_world_flags, start_command
+from zmpi.cli.shared_flags import WORLD_FLAGS, add_shared
+from zmpi.cli.start import start_command
 from zmpi.core.engine import ZeRO
 from zmpi.numbers.optim import SGD
 from zmpi.numbers.precision import Policy
@@ -16,8 +16,7 @@ from zmpi.process.streams import check_printed
 from zmpi.saving.checkpoint import find, load_weights, refuse_other_model
 from zmpi.saving.pretrained import END_OF_TEXT, PUBLISHED_VOCAB
 from zmpi.saving.schema import SIZES_OF_KIND
-from zmpi.text.coding import Bytes, Ids, Voice, Words
-from zmpi.text.sampling import Draws, generate
+from zmpi.text.generation import Bytes, Draws, Ids, Voice, Words, next_tokens
 
 COMMAND = "zmpi.generate"
 
@@ -26,8 +25,7 @@ def parser():
     """All flags. The names are a contract."""
     flags = Parser(COMMAND, __doc__)
     add = flags.add_argument
-    checkpoint = "folder of checkpoints (takes the newest), or one"
-    add("--checkpoint", type=file_name, metavar="DIR", required=True, help=checkpoint)
+    add_shared(flags, "--checkpoint")
     prompt = "text to continue (default: none; one of the two prompts is needed)"
     add("--prompt", metavar="TEXT", help=prompt)
     prompt = "tokens to continue; tokens are printed (default: none)"
@@ -41,8 +39,8 @@ def parser():
     add("--temperature", type=real(0), default=0.0, help=temperature)
     top_k = "draw from the k likeliest tokens only (0: from all)"
     add("--top-k", type=whole(0), default=0, help=top_k)
-    add("--seed", type=whole(0, SEEDS), default=0, help="seed of the draws")
-    add_world_flags(flags)
+    add_shared(flags, "--seed", what="seed of the draws")
+    add_shared(flags, *WORLD_FLAGS)
     return flags
 
 
@@ -73,7 +71,7 @@ def main(argv=None):
     with world.agreed():
         voice = Voice(coding, tokens, silent=world.rank != 0)
     draws = Draws(args.tokens, args.temperature, args.top_k, args.seed)
-    for token in generate(zero, tokens, draws, coding, lambda: voice.closed):
+    for token in next_tokens(zero, tokens, draws, coding, lambda: voice.closed):
         voice.say(token)
     with world.agreed():
         voice.end()

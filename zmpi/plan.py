@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from zmpi.cli.model_flags import add_model_flags, build_model
 from zmpi.cli.options import Parser, alone, file_name, named_as_flags, real, whole
+from zmpi.cli.shared_flags import add_shared
 from zmpi.core.stages import STAGES, state_bytes
 from zmpi.cost.estimate import Setting, largest_fitting
 from zmpi.cost.paper import both_tables, largest_model
@@ -32,40 +33,17 @@ def parser():
     add_model_flags(
         flags.add_argument_group("or a model, walked through (--layers chooses this)"), own=False
     )
-    _how(flags.add_argument_group("how it is run").add_argument)
+    _how(flags.add_argument_group("how it is run"))
     _questions(flags.add_argument_group("questions").add_argument)
     flags.set_defaults(layers=None)
     return flags
 
 
-def _how(add):
-    add("--ranks", type=whole(1), help="data-parallel ranks (needed, but for --paper)")
-    add(
-        "--precision",
-        choices=[name for name in RECIPES if name != "float64"],
-        default="float16",
-        help="number types",
-    )
-    add("--micro-batch", type=whole(1), default=1, help="sequences per rank and micro-batch")
-    add("--accumulate", type=whole(1), default=1, help="micro-batches per step and rank")
-    add(
-        "--prefetch",
-        type=int,
-        choices=(0, 1),
-        default=1,
-        help="gathers started before they are needed",
-    )
-    add(
-        "--recompute",
-        action="store_true",
-        help="keep layer inputs only, and run each forward again",
-    )
-    add(
-        "--reduction",
-        choices=("auto", "mpi", "ordered"),
-        default="auto",
-        help="who sums gradients: MPI, or the owner",
-    )
+def _how(group):
+    ranks = "data-parallel ranks (needed, but for --paper)"
+    group.add_argument("--ranks", type=whole(1), help=ranks)
+    shared = "--precision", "--micro-batch", "--accumulate", "--prefetch", "--recompute"
+    add_shared(group, *shared, "--reduction", precision="float16", micro_batch=1)
 
 
 def _questions(add):

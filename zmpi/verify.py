@@ -11,7 +11,8 @@ from zmpi.cli.model_flags import own_model
 from zmpi.cli.optimizer_flags import own_optimizer
 from zmpi.cli.options import Parser, real
 from zmpi.cli.own import own_or
-from zmpi.cli.start import add_world_flags, engine_of, start_command
+from zmpi.cli.shared_flags import WORLD_FLAGS, add_shared
+from zmpi.cli.start import engine_of, start_command
 from zmpi.process.streams import check_printed
 from zmpi.proof.accounts import state_is_exact, volumes_are_exact
 from zmpi.proof.conduct import conducted
@@ -30,6 +31,8 @@ from zmpi.proof.training import (
 from zmpi.proof.trial import LARGER, SMALL, Trial
 from zmpi.proof.updates import updates_are_right
 from zmpi.proof.walks import walks_are_whole
+
+COMMAND = "zmpi.verify"
 
 # Each yields rows from a Trial. What a later one builds on comes first.
 CHECKS = {
@@ -58,12 +61,12 @@ def promises(trial, checks=tuple(CHECKS)):
 
 def main(argv=None):
     """Run the command; status 1 if a promise is not kept."""
-    args, world = start_command(_parser(), argv)
+    args, world = start_command(parser(), argv)
     with world.agreed():
         trial = _trial(args, world)
     say = print if world.rank == 0 else _nothing
     opening = f"{world.size} rank(s), {args.precision}, device {world.device.name}, {world.library}"
-    say(f"zmpi.verify: {opening}", flush=True)
+    say(f"{COMMAND}: {opening}", flush=True)
     rows = []
     for row in promises(trial):
         rows.append(row)
@@ -96,22 +99,11 @@ def _trial(args, world):
     return trial
 
 
-def _parser():
-    flags = Parser("zmpi.verify", __doc__.splitlines()[0])
+def parser():
+    """All flags."""
+    flags = Parser(COMMAND, __doc__.splitlines()[0])
     add = flags.add_argument
-    add(
-        "--precision",
-        choices=("float32", "float16", "bfloat16"),
-        default="float32",
-        help="number types of the runs",
-    )
-    add_world_flags(flags, timeout=60)
-    add(
-        "--comm",
-        type=own_or("zmpi"),
-        metavar="FILE:CLASS",
-        help="a Communicator or ZeRO of your own (default: zmpi, its own)",
-    )
+    add_shared(flags, "--precision", *WORLD_FLAGS, "--comm", timeout=60)
     for name in ("model", "optimizer"):
         add(
             f"--{name}",

@@ -12,7 +12,7 @@ from training import STAGES, copied, micro_batch, sgd, share
 from models import GPT
 from models.layer import Layer
 from zmpi import ZeRO
-from zmpi.export import export
+from zmpi.export import export_weights
 from zmpi.numbers.precision import RECIPES
 from zmpi.saving import blocks
 from zmpi.saving.blocks import CHECKED_BYTES
@@ -162,7 +162,7 @@ def test_an_export_is_the_trained_model(world, folder, stage):
     steps(zero, 1, 5)
     zero.save(folder)
     if world.rank == 0:
-        export(find(folder, world.twin(alone=True)), folder / "gpt2")
+        export_weights(find(folder, world.twin(alone=True)), folder / "gpt2")
     world.share(None)  # it is written
     exported = load_file(folder / "gpt2" / "model.safetensors")
     trained = copied(zero)

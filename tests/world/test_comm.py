@@ -278,10 +278,12 @@ def test_gathers_that_happen_in_their_wait_change_no_bit(comm, precision):
 
 
 def test_gathers_that_one_rank_posts_late_change_no_bit(comm):
-    kind = type("Slow", (ZeRO,), {"make_communicator": Sleepy})
+    class Slow(ZeRO):
+        make_communicator = Sleepy
+
     expected, _ = result_of(ZeRO, 3, 0)
     for prefetch in (0, 1):
-        assert_same_bits(result_of(kind, 3, prefetch)[0], expected, prefetch)
+        assert_same_bits(result_of(Slow, 3, prefetch)[0], expected, prefetch)
 
 
 def test_a_gather_is_open_while_a_layer_computes(comm):

@@ -301,8 +301,11 @@ def run(world, model, stage, policy, accumulate=2, steps=2):
 
 def like_the_gpu(world):
     """The CPU's world with the layout of a GPU: the same pieces of the norm."""
-    device = world.device
-    world.device = type("Aligned", (type(device),), {"align": Gpu.align})(device.name, device.xp)
+
+    class Aligned(type(world.device)):
+        align = Gpu.align
+
+    world.device = Aligned(world.device.name, world.device.xp)
     return world
 
 

@@ -299,9 +299,11 @@ def test_the_message_buffer_is_made_once_and_no_larger_than_the_largest_unit(com
 def test_the_message_buffer_does_not_grow_with_the_model(comm):
     from zmpi.messages.comm import Communicator
 
-    kind = type("Small", (Watched,), {"make_communicator": partial(Communicator, chunk_bytes=1200)})
+    class SmallChunks(Watched):
+        make_communicator = staticmethod(partial(Communicator, chunk_bytes=1200))
+
     for reduction in ("mpi", "ordered"):
         for layers in (1, 4):
-            zero = kind(gpt(layers), world_of(reduction), 3)
+            zero = SmallChunks(gpt(layers), world_of(reduction), 3)
             # a chunk from all ranks; `mpi` receives its own part beside the chunk that it packed
             assert zero.ledger.alive["message"] <= 1200 * (1 + (reduction == "mpi"))

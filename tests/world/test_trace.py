@@ -13,8 +13,8 @@ from zmpi.cost.trace import (
     Trace,
     aligned,
     by_verb,
+    gathers_under_way,
     open_trace,
-    under_way,
     write_trace,
 )
 from zmpi.cost.watch import watched
@@ -86,7 +86,7 @@ def test_a_prefetch_puts_every_gather_but_the_first_beside_a_product(comm, stage
     gathers = [e for e in events if e["verb"] == "gather"]
     assert len(gathers) == (6 if stage == 3 else 0)
     beside = gathers[1:] if prefetch else []
-    assert under_way(events) == {
+    assert gathers_under_way(events) == {
         "gathers": len(gathers),
         "during_products": len(beside),
         "bytes": sum(e.get("bytes_sent", 0) for e in beside),

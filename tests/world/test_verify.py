@@ -106,4 +106,8 @@ def test_rounding_that_is_not_declared_is_red(world):
 
 def engine_with(communicator):
     """ZeRO with a communicator of one's own."""
-    return type("Own", (ZeRO,), {"make_communicator": communicator})
+
+    class WithCommunicator(ZeRO):
+        make_communicator = communicator
+
+    return WithCommunicator

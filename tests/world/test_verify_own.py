@@ -25,7 +25,7 @@ class Whole(Lion):
 
 def test_small_sizes_of_ones_own_classes_are_checked(world):
     flags = ["--model", f"{OWN}/bigram.py:Bigram", "--optimizer", f"{OWN}/lion.py:Lion"]
-    trial = zmpi.verify._trial(zmpi.verify._parser().parse_args(flags), world)
+    trial = zmpi.verify._trial(zmpi.verify.parser().parse_args(flags), world)
     assert list(trial.models) == ["Bigram"] and trial.optimizer.moments == ("m",)
     assert (trial.models["Bigram"].vocab, trial.large.vocab) == (29, 401)
     assert trial.models["Bigram"].layers[0].width == 15  # the class's parameters get small sizes

@@ -64,6 +64,15 @@ class Heard(ZeRO):
     make_communicator = Listening
 
 
+def heard_in_chunks(limit):
+    """A Heard whose collectives are cut into chunks of at most `limit` bytes."""
+
+    class Chunked(Heard):
+        make_communicator = staticmethod(partial(Listening, chunk_bytes=limit))
+
+    return Chunked
+
+
 def one_step(model, world, stage, M, precision="float32", kind=Heard):
     zero = kind(model, world, stage, adamw(), policy=Policy(precision))
     zero.train_step(share(model, 1, world, M))
@@ -181,12 +190,7 @@ def test_a_small_chunk_limit_changes_no_bit_and_no_volume(comm, reduction, preci
     for stage in STAGES:
         found, results = [], []
         for chunk_bytes in (16 << 20, 1000):
-            kind = type(
-                "Chunked",
-                (ZeRO,),
-                {"make_communicator": staticmethod(partial(Listening, chunk_bytes=chunk_bytes))},
-            )
-            zero = kind(
+            zero = heard_in_chunks(chunk_bytes)(
                 gpt(layers=1), world_of(reduction), stage, adamw(), policy=Policy(precision)
             )
             results.append(train(zero, accumulate=2, steps=2))
@@ -207,13 +211,8 @@ def test_a_small_chunk_limit_changes_no_bit_and_no_volume(comm, reduction, preci
 
 
 def test_no_chunk_is_larger_than_its_limit(comm):
-    kind = type(
-        "Chunked",
-        (ZeRO,),
-        {"make_communicator": staticmethod(partial(Listening, chunk_bytes=1000))},
-    )
     for reduction in ("mpi", "ordered"):
-        zero = one_step(gpt(), world_of(reduction), 3, 1, kind=kind)
+        zero = one_step(gpt(), world_of(reduction), 3, 1, kind=heard_in_chunks(1000))
         sizes = [count * size for _, count, size in zero.comm.mpi.calls]
         assert max(sizes) * comm.size <= 1000
         assert len(sizes) > 3 * len(zero.units)

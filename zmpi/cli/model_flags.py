@@ -14,7 +14,6 @@ from zmpi.process.launch import ranks_on_this_node
 from zmpi.process.machine import node_memory
 from zmpi.process.table import in_bytes
 
-SEEDS = 1 << 64
 MODEL_KINDS = ("transformer", "mlp")
 DEFAULT_SIZES = {"layers": 2, "width": 128, "heads": 4, "context": 64, "vocab": 256}
 # what a model's data needs to know; one that has none gets the flags'

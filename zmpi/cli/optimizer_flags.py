@@ -3,10 +3,10 @@
 from dataclasses import fields
 
 from zmpi.cli.options import named_as_flags, number, real, whole
-from zmpi.cli.own import FileClass, call, load_class, own_or
-from zmpi.numbers.optim import DOMAINS, SGD, AdamW, Optimizer
+from zmpi.cli.own import FileClass, call, load_class
+from zmpi.cli.shared_flags import OPTIMIZERS, add_shared
+from zmpi.numbers.optim import DOMAINS, Optimizer
 
-OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
 COMMAND_DEFAULTS = {
     "lr": 3e-3,
     "warmup": 20,
@@ -20,13 +20,7 @@ HYPERPARAMETERS = (*COMMAND_DEFAULTS, *OTHERS)
 def add_optimizer_flags(group):
     """Add the flags that choose the optimizer."""
     add = group.add_argument
-    add(
-        "--optimizer",
-        type=own_or(*OPTIMIZERS),
-        metavar="|".join([*OPTIMIZERS, "FILE:CLASS"]),
-        default="adamw",
-        help="adamw or sgd, or FILE:CLASS, your own",
-    )
+    add_shared(group, "--optimizer")
     _course_flags(add)
     numbers = {
         "clip": "bound of the gradient's global norm (0: off)",

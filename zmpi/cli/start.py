@@ -1,6 +1,6 @@
 """How a command that runs on all ranks begins: one command line, parsed by every rank and answered by one."""
 
-from zmpi.cli.options import FileName, Told, real
+from zmpi.cli.options import FileName, Told
 from zmpi.cli.own import FileClass, load_class
 from zmpi.core.engine import ZeRO
 from zmpi.messages.comm import Communicator
@@ -14,24 +14,6 @@ WORLD = ("device", "transport", "reduction", "timeout")  # the flags that a Worl
 
 LOADING = "mpi4py cannot load an MPI library"
 REMEDY = "load your site's MPI, or install one into this environment (pip install mpich)"
-
-
-def add_world_flags(group, timeout=300):
-    """Add the flags that `start` makes a World of. `timeout`: the default, in seconds."""
-    add = group.add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where arrays live")
-    add(
-        "--transport",
-        choices=("auto", "direct", "staged"),
-        default="auto",
-        help="how device memory reaches MPI",
-    )
-    add(
-        "--timeout",
-        type=real(0, above=True),
-        default=timeout,
-        help="seconds after which a stuck collective ends the run",
-    )
 
 
 def start_command(parser, argv):
@@ -96,4 +78,8 @@ def engine_of(place):
     found = load_class("--comm", place, (ZeRO, Communicator), "Communicator or ZeRO")
     if issubclass(found, ZeRO):
         return found
-    return type(f"ZeROWith{found.__name__}", (ZeRO,), {"make_communicator": found})
+
+    class WithCommunicator(ZeRO):
+        make_communicator = found
+
+    return WithCommunicator

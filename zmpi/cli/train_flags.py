@@ -1,16 +1,10 @@
 """The flags of zmpi.train, and what contradicts what among them."""
 
-from zmpi.cli.model_flags import SEEDS, add_model_flags
-from zmpi.cli.optimizer_flags import OPTIMIZERS, add_optimizer_flags
-from zmpi.cli.options import (
-    auto_or,
-    check_files,
-    file_name,
-    whole,
-)
-from zmpi.cli.own import own_or
-from zmpi.cli.start import add_world_flags
-from zmpi.numbers.precision import LOSS_SCALE, RECIPES, Policy
+from zmpi.cli.model_flags import add_model_flags
+from zmpi.cli.optimizer_flags import add_optimizer_flags
+from zmpi.cli.options import auto_or, check_files, file_name, whole
+from zmpi.cli.shared_flags import OPTIMIZERS, STEP_FLAGS, WORLD_FLAGS, add_shared
+from zmpi.numbers.precision import LOSS_SCALE, Policy
 from zmpi.text.data import EVALUATED
 
 
@@ -21,23 +15,15 @@ def add_train_flags(flags):
     add_optimizer_flags(flags.add_argument_group("optimizer"))
     run = flags.add_argument_group("how it is run")
     _state_flags(run)
-    add_step_flags(run)
-    add_world_flags(run)
+    add_shared(run, *STEP_FLAGS, *WORLD_FLAGS)
     _output_flags(flags.add_argument_group("what is kept"))
 
 
 def _training_flags(group):
     add = group.add_argument
-    add(
-        "--data",
-        type=file_name,
-        default="builtin",
-        help="builtin, a text file (tokens are bytes), or a .bin file (uint16)",
-    )
-    add("--micro-batch", type=whole(1), default=8, help="sequences per rank and micro-batch")
-    add("--accumulate", type=whole(1), default=1, help="micro-batches per step and rank")
+    add_shared(group, "--data", "--micro-batch", "--accumulate")
     add("--steps", type=whole(1), default=200, help="steps in total")
-    add("--seed", type=whole(0, SEEDS), default=0, help="seed of weights and data")
+    add_shared(group, "--seed")
     add(
         "--eval-every",
         type=whole(0),
@@ -49,53 +35,18 @@ def _training_flags(group):
 def _state_flags(group):
     add = group.add_argument
     add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage: what is sharded")
-    add(
-        "--precision",
-        choices=[name for name in RECIPES if name != "float64"],
-        default="float32",
-        help="number types",
-    )
+    add_shared(group, "--precision")
     add(
         "--loss-scale",
         type=auto_or(LOSS_SCALE),
         default="auto",
         help="auto, or a fixed number (float16 only)",
     )
-    window = Policy.loss_scale_window
     add(
         "--loss-scale-window",
         type=whole(1),
-        default=window,
+        default=Policy.loss_scale_window,
         help="good steps before the loss scale doubles (float16 only)",
-    )
-
-
-def add_step_flags(group):
-    """Add the flags of how a step is carried out."""
-    add = group.add_argument
-    add(
-        "--reduction",
-        choices=("auto", "mpi", "ordered"),
-        default="auto",
-        help="who sums gradients: MPI, or the owner",
-    )
-    add(
-        "--comm",
-        type=own_or("zmpi"),
-        metavar="FILE:CLASS",
-        help="a Communicator or ZeRO of your own (default: zmpi, its own)",
-    )
-    add(
-        "--prefetch",
-        type=int,
-        choices=(0, 1),
-        default=1,
-        help="gathers started before they are needed",
-    )
-    add(
-        "--recompute",
-        action="store_true",
-        help="keep layer inputs only, and run each forward again",
     )
 
 

@@ -9,8 +9,8 @@ from zmpi.core.engine import ZeRO
 from zmpi.core.stages import elements_moved, state_bytes
 from zmpi.cost.estimate import Setting
 from zmpi.cost.probes import PeakResident, ProbedZeRO, TracedZeRO
-from zmpi.cost.trace import Trace, aligned, by_verb, under_way
-from zmpi.cost.turns import in_turns, ratio, spread, too_close
+from zmpi.cost.trace import Trace, aligned, by_verb, gathers_under_way
+from zmpi.cost.turns import in_turns, quartiles_of, ratio, too_close
 from zmpi.cost.watch import joined, watched
 from zmpi.messages.ledger import OWNED
 from zmpi.numbers.precision import Policy
@@ -151,7 +151,7 @@ def _times(world, timing, first):
     """Times of a stage's steps in the rounds, beside those of the first stage."""
     taken = timing.taken()
     times, blocked = zip(*taken, strict=True)
-    step = spread(times)
+    step = quartiles_of(times)
     return {
         "step_s": step["median"],
         "step_s_quartiles": step["quartiles"],
@@ -289,6 +289,6 @@ def _traced(workload, world, stage, lanes):
     last = list(zero.ledger.steps[-1])
     found = {
         "verbs_s": {verb: everyone(world, seconds) for verb, seconds in verbs.items()},
-        "under_way": under_way(last),
+        "under_way": gathers_under_way(last),
     }
     return found | ({"lanes": aligned(world, last)} if lanes else {})

@@ -16,7 +16,7 @@ from itertools import pairwise
 from math import inf, isfinite
 from statistics import mean, median
 
-COMPUTED = ("layers", "update", "ends", "Python")
+COMPUTE_TERMS = ("layers", "update", "ends", "Python")
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Speed:
             "messages": sum(self._call_s(walk, kind, entry) for kind, entry in walk.messages),
         }
         waited = self.skew if self.links else 0.0  # what a bench was blocked has the skew in it
-        return terms | {"skew": waited * sum(terms[term] for term in COMPUTED)}
+        return terms | {"skew": waited * sum(terms[term] for term in COMPUTE_TERMS)}
 
     def compute_s(self, walk):
         """Seconds of a step in which this rank computes."""
         terms = self.terms(walk)
-        return sum(terms[term] for term in COMPUTED)
+        return sum(terms[term] for term in COMPUTE_TERMS)
 
     def comm_s(self, walk):
         """Seconds of a step's messages, and of waiting for the slowest rank."""

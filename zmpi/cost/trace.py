@@ -12,7 +12,7 @@ from zmpi.process.table import in_columns
 
 KEPT_STEPS = 100  # that a trace keeps, the last ones: a long run's trace must not grow with it
 CLOCK_ROUNDS = 20  # of the messages by which two clocks are compared
-COMPUTED = ("forward", "turn", "backward")
+COMPUTING_VERBS = ("forward", "turn", "backward")
 AMOUNTS = ("elements", "bytes_sent", "blocked_s")
 
 
@@ -110,7 +110,7 @@ def by_verb(events):
     return found
 
 
-def under_way(events):
+def gathers_under_way(events):
     """{"gathers", "during_products", "bytes"}: gathers of a step, those that were under way while a layer computed, and
     the bytes that this rank sent in these. Counted from the order of the events, so it is the same in every run.
     """
@@ -119,7 +119,7 @@ def under_way(events):
         if event["verb"] == "gather":
             gathers += 1
             started[event["name"]] = [event, False]
-        elif event["verb"] in COMPUTED:
+        elif event["verb"] in COMPUTING_VERBS:
             for entry in started.values():
                 entry[1] = True
         elif event["verb"] == "wait":

@@ -75,7 +75,7 @@ def _failing(timing):
         timing.error = str(error)
 
 
-def spread(values):
+def quartiles_of(values):
     """{"median", "quartiles": [lower, upper]} of at least one value."""
     low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return {"median": median(values), "quartiles": [low, high]}
@@ -84,7 +84,7 @@ def spread(values):
 def ratio(steps, others):
     """The spread of steps / others over the rounds in which both were taken; None where there is none."""
     ratios = [a / b for a, b in zip(steps, others, strict=True) if a and b]
-    return spread(ratios) if ratios else None
+    return quartiles_of(ratios) if ratios else None
 
 
 def too_close(rows):

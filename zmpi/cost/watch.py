@@ -111,24 +111,25 @@ class WatchedZeRO(ZeRO):
 
 def watched(engine, ledger):
     """The engine class, a ZeRO or one with other parts, as it looks to those who watch: `ledger()` makes its Watch."""
-    unit = (
-        WatchedUnit
-        if engine.make_unit is Unit
-        else type("WatchedUnit", (WatchedUnit, engine.make_unit), {})
-    )
-    parts = {"make_ledger": staticmethod(ledger), "make_unit": unit}
-    return type(f"Watched{engine.__name__}", (WatchedZeRO, engine), parts)
+
+    class Watched(joined(WatchedZeRO, engine)):
+        make_ledger = staticmethod(ledger)
+
+    return Watched
 
 
 def joined(kind, engine):
     """A `kind` of WatchedZeRO (or ZeRO itself) with the parts of an engine class of one's own."""
     if ZeRO in (kind, engine):
         return engine if kind is ZeRO else kind
-    parts = {
-        "make_unit": _both(kind.make_unit, engine.make_unit, Unit),
-        "make_communicator": _both(kind.make_communicator, engine.make_communicator, Communicator),
-    }
-    return type(f"{kind.__name__}Of{engine.__name__}", (kind, engine), parts)
+
+    class Joined(kind, engine):
+        make_unit = staticmethod(_both(kind.make_unit, engine.make_unit, Unit))
+        make_communicator = staticmethod(
+            _both(kind.make_communicator, engine.make_communicator, Communicator)
+        )
+
+    return Joined
 
 
 def _both(outer, own, plain):
@@ -137,7 +138,11 @@ def _both(outer, own, plain):
         return own if outer is plain else outer
     if isinstance(own, partial):
         return partial(_both(outer, own.func, plain), *own.args, **own.keywords)
-    return type(f"{outer.__name__}Of{own.__name__}", (outer, own), {})
+
+    class Both(outer, own):
+        pass
+
+    return Both
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from pathlib import Path
 import cupy
 import numpy as np
 
-from models.cuda import NOTHING, contiguous, launch, wide
+from models.cuda import NOTHING, contiguous, queue_kernel, wide
 
 NORM_PARTS = 64  # into which a piece of the norm is cut: a number that no device changes
 
-_launch = partial(launch, source=Path(__file__).with_name("kernels.cu"))
+_launch = partial(queue_kernel, source=Path(__file__).with_name("kernels.cu"))
 
 
 def add_in_order(rows, out, fresh):

@@ -37,9 +37,12 @@ def nothing_is_kept(trial):
     """At stage 3 at most prefetch + 1 full vectors are alive, none after a step; memory holds what
     is named, no more.
     """
-    engine = type(trial.engine.__name__, (trial.engine,), {"make_ledger": Counting})
+
+    class Counted(trial.engine):
+        make_ledger = Counting
+
     watched = trial.but(
-        engine=engine, models={"large model": trial.large}, model="large model", stage=3
+        engine=Counted, models={"large model": trial.large}, model="large model", stage=3
     )
     for prefetch in (0, 1):
         one = watched.but(prefetch=prefetch)

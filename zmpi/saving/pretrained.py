@@ -27,7 +27,7 @@ PUBLISHED_SIZES = {
     "vocab": "vocab_size",
 }
 # What models.GPT computes: a folder that says otherwise holds another model. Left out, each is so in a GPT-2.
-COMPUTED = {
+GPT2_CONFIG = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
@@ -63,7 +63,7 @@ def sizes_in(folder):
             bound = "at least 1" if value < 1 else f"a whole number below {TOO_LARGE}"
             found = shown(config[PUBLISHED_SIZES[name]])
             raise ValueError(f"{path}: {PUBLISHED_SIZES[name]}: expected {bound}, got {found}")
-    expected = {**COMPUTED, "model_type": ("gpt2",), "n_inner": (None, 4 * sizes["width"])}
+    expected = {**GPT2_CONFIG, "model_type": ("gpt2",), "n_inner": (None, 4 * sizes["width"])}
     for name, values in expected.items():
         if config.get(name, values[0]) not in values:
             found = shown(config[name]).strip("'")
@@ -94,7 +94,7 @@ def config_for(sizes):
         "initializer_range": 0.02,
         "torch_dtype": "float32",
     }
-    config |= {name: values[0] for name, values in COMPUTED.items()}
+    config |= {name: values[0] for name, values in GPT2_CONFIG.items()}
     config |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     ends = END_OF_TEXT if sizes["vocab"] == PUBLISHED_VOCAB else None
     return config | {"bos_token_id": ends, "eos_token_id": ends, "use_cache": True}

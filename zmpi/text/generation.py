@@ -1,12 +1,21 @@
-"""Text as tokens and tokens as text, which comes out as it grows. No MPI in here."""
+"""From a prompt to text: tokens of the prompt, one token after the other, their text as it grows. No MPI in here.
+
+    coding.encode(prompt)  ->  next_tokens(...), each from `draw`  ->  Voice.say(token), by coding.decoder()
+
+A coding is Bytes, Ids or Words (a tokenizer.json). `ids` are its tokens that have a text (None: all of the model's),
+`ends` those which end one.
+"""
 
 import codecs
 import os
 import sys
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import numpy as np
 
+from models import GPT
+from models.cached import Cache
 from zmpi.text.formats import refuse_irregular
 
 # What tokenizers call the end of a text or of a turn.
@@ -25,8 +34,72 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how a character that lacks bytes is 
 PENDING = 8  # tokens whose text may wait for the rest of a character; one has 4 bytes at most
 
 
+# ---- one token after the other ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How tokens are drawn: at temperature 0 always the likeliest; `top_k` 0 draws from all."""
+
+    tokens: int = 100  # at most
+    temperature: float = 0.0
+    top_k: int = 0
+    seed: int = 0
+
+
+def next_tokens(zero, tokens, draws, coding, closed):
+    """Yields draws.tokens tokens, one by one and the same on every rank: rank 0's draws.
+
+    Tokens are drawn from coding.ids (None: from all). One of coding.ends ends the loop early and is not yielded; so does
+    closed() on rank 0, on all ranks.
+    """
+    ids = np.arange(zero.model.vocab) if coding.ids is None else coding.ids
+    ids = ids[ids < zero.model.vocab]
+    tokens, cache, device = list(tokens), None, zero.world.device
+    for position in range(draws.tokens):
+        if isinstance(zero.model, GPT) and cache and cache.length < zero.model.context:
+            logits_BV = cache.predict(device.put(_window(tokens[-1:])), zero.forward)
+        else:
+            window, cache = device.put(_window(tokens[-zero.model.context :])), Cache(zero.model)
+            logits_BV = (
+                cache.predict(window, zero.forward)
+                if isinstance(zero.model, GPT)
+                else zero.forward(window)
+            )
+        mine = ids[draw(device.get(logits_BV)[0, ids], draws, position)]
+        token, ended = zero.comm.gather_scalars([mine, closed()])[0]
+        if ended or int(token) in coding.ends:
+            return
+        tokens.append(int(token))
+        yield tokens[-1]
+
+
+def draw(logits_V, draws, position):
+    """A token from its logits: the likeliest at temperature 0; else drawn, as a function of (seed, position) alone."""
+    if not draws.temperature:
+        return int(np.argmax(logits_V))
+    with np.errstate(
+        over="ignore"
+    ):  # far below the likeliest, at a temperature near 0: minus infinity is right
+        scaled_V = (logits_V - logits_V.max()).astype(np.float64) / draws.temperature
+    if draws.top_k and draws.top_k < len(scaled_V):
+        scaled_V[scaled_V < np.partition(scaled_V, -draws.top_k)[-draws.top_k]] = -np.inf
+    share_V = np.cumsum(np.exp(scaled_V))
+    number = np.random.Generator(
+        np.random.Philox(key=draws.seed, counter=[position, 0, 0, 0])
+    ).random()
+    return int(np.searchsorted(share_V, number * share_V[-1], side="right"))
+
+
+def _window(tokens):
+    return np.array([tokens], np.int64)
+
+
+# ---- text as tokens, tokens as text ----------------------------------------------------------------------------------
+
+
 class Bytes:
-    """Bytes are the tokens. `ids` are the tokens that have a text, `ends` those which end one."""
+    """Bytes are the tokens."""
 
     ids, ends = np.arange(256), ()
 
@@ -112,6 +185,33 @@ class Words:
             return self._tokenizer.decode(tokens)
 
 
+@contextmanager
+def _failing_in_one_line(what):
+    """Whatever the package raises (nothing narrower than Exception, and BaseException where its Rust panics) is a ValueError.
+
+    A panic also writes a backtrace to stderr, from below Python: it goes nowhere.
+    """
+    kept = None
+    with suppress(OSError):  # stderr may be closed
+        kept = os.dup(2)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{what}: {error}") from None
+    finally:
+        if kept is not None:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+# ---- text as it grows ------------------------------------------------------------------------------------------------
+
+
 class Growing:
     """The text of tokens as it grows. Only the last few are decoded for each: the work is linear in the tokens.
 
@@ -180,27 +280,3 @@ class Voice:
         if not self._silent:
             print(text, end="", flush=True)
             self.closed = sys.stdout.lost  # a Stream, as in every command
-
-
-@contextmanager
-def _failing_in_one_line(what):
-    """Whatever the package raises (nothing narrower than Exception, and BaseException where its Rust panics) is a ValueError.
-
-    A panic also writes a backtrace to stderr, from below Python: it goes nowhere.
-    """
-    kept = None
-    with suppress(OSError):  # stderr may be closed
-        kept = os.dup(2)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:
-        raise ValueError(f"{what}: {error}") from None
-    finally:
-        if kept is not None:
-            os.dup2(kept, 2)
-            os.close(kept)
