@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
     {"models": "layer twins cuda ops attention fused mlp transformer cached kernels"},
     {
-        "process": """errors clock files cgroup launch cores blas malloc machine hooks ending
+        "process": """errors clock files cgroup launch cores blas malloc prepare machine hooks ending
                       guard_messages guard agree streams output table""",
         "numbers": "domains precision gap sums optim kernels",
     },

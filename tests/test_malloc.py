@@ -71,3 +71,24 @@ print(sum(stop - start for start, stop in parts))
         pytest.skip("no glibc")
     reserved = (1100 << 20) // malloc.PART
     assert reserved <= int(python(script, os.environ)) < 2 * reserved  # the rest is in use
+
+
+def test_importing_zmpi_changes_only_the_variables_that_it_says():
+    """On a node of many ranks, and on an AMD Zen 4 too where this is one. What is set is kept."""
+    script = """
+import os
+before = dict(os.environ)
+import zmpi
+from zmpi.process.prepare import prepare_process
+said = prepare_process.__doc__
+changed = {name for name in os.environ.keys() | before if os.environ.get(name) != before.get(name)}
+assert all(name in said for name in changed) and "OMP_NUM_THREADS" in changed, changed
+set_by_a_user = dict.fromkeys(changed, "3")
+kept = dict(set_by_a_user)
+prepare_process(kept)
+assert {name: kept[name] for name in changed} == set_by_a_user, kept
+print(len(changed))
+"""
+    kept = "PATH", "HOME", "LD_LIBRARY_PATH"  # this process has imported zmpi: little is inherited
+    environ = {name: os.environ[name] for name in kept if name in os.environ}
+    assert int(python(script, environ | {"MPI_LOCALNRANKS": "500"})) >= 4

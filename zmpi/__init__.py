@@ -1,7 +1,8 @@
-"""zmpi: ZeRO on MPI. Training state is kept apart, one shard per rank; a layer is put together only while it is computed.
+"""zmpi: ZeRO on MPI. Training state is kept apart, one shard per rank; a layer is put together only
+while it is computed.
 
-Importing it sets up BLAS (its threads and kernels, before NumPy is loaded) and malloc (what was freed, huge pages); names are
-loaded on first use, so that what needs no MPI (zmpi.plan, zmpi.export) runs where there is none.
+Importing it sets up BLAS, MPI and malloc (process/prepare.py says what and why), before NumPy is
+loaded. Names are loaded on first use: what needs no MPI (zmpi.plan, zmpi.export) runs without it.
 """
 
 import importlib
@@ -10,10 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-from zmpi.process.blas import choose_kernels, set_threads
-from zmpi.process.cores import wait_politely
 from zmpi.process.launch import end_before_mpi
-from zmpi.process.malloc import keep_freed_memory, use_huge_pages
+from zmpi.process.prepare import prepare_process
 
 __version__ = "0.1.0"
 
@@ -49,8 +48,4 @@ def _check_models():
 
 
 _check_models()
-set_threads(os.environ)
-choose_kernels(os.environ)
-wait_politely(os.environ)
-keep_freed_memory()
-use_huge_pages()
+prepare_process(os.environ)
