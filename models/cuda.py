@@ -51,7 +51,7 @@ def contiguous(x):
     return cupy.ascontiguousarray(x)
 
 
-# ---- matrix products -------------------------------------------------------------------------------------------------
+# ---- matrix products -----------------------------------------------------------------------------
 
 
 def multiply(a_BMK, b_BKN, out_BMN, accumulate=False):

@@ -7,7 +7,7 @@
 #define GELU_1 ((W)0.035677408136300125)  // 0.044715 GELU_0
 #define LOWEST ((W)-3e38)
 
-// ---- linear: the bias, before and after --------------------------------------------------------------------------------
+// ---- linear: the bias, before and after ---------------------------------------------------------
 
 GLOBAL fill_rows(const T *row, T *y, Index n, Index F) {
     EACH(i, n) y[i] = row[i % F];
@@ -23,7 +23,7 @@ GLOBAL column_sums(const T *x, W *partial, Index N, Index F, Index parts) {
     partial[part * F + f] = total;
 }
 
-// ---- GELU --------------------------------------------------------------------------------------------------------------
+// ---- GELU ---------------------------------------------------------------------------------------
 
 __device__ W gelu_share(W v) { return (W)0.5 + (W)0.5 * tanh(v * (GELU_0 + GELU_1 * v * v)); }
 
@@ -56,7 +56,7 @@ GLOBAL bias_gelu_backward(T *dy, const T *slope, W *partial, Index N, Index F, I
     partial[part * F + f] = total;
 }
 
-// ---- layer norm --------------------------------------------------------------------------------------------------------
+// ---- layer norm ---------------------------------------------------------------------------------
 
 GLOBAL layer_norm(const T *x, const T *gain, const T *bias, T *y, T *x_hat, W *rstd, Index N, Index C, W eps) {
     EACH_ROW(r, N) {
@@ -113,7 +113,7 @@ GLOBAL add_parts(const W *partial, W *first, W *second, Index parts, Index count
     }
 }
 
-// ---- causal attention --------------------------------------------------------------------------------------------------
+// ---- causal attention ---------------------------------------------------------------------------
 
 // p = softmax(scale scores) over the positions up to the row's own, 0 after it; rows of T, T rows a head. p may be scores.
 GLOBAL causal_softmax(const W *scores, T *p, W *lse, Index N, Index length, W scale) {
@@ -150,7 +150,7 @@ GLOBAL causal_softmax_backward(
     }
 }
 
-// ---- embedding ---------------------------------------------------------------------------------------------------------
+// ---- embedding ----------------------------------------------------------------------------------
 
 // dw[token] += the sum of dy's rows where it stood; `order` sorts the tokens and keeps equal ones in order. The thread of a
 // token's first row adds all of them up: one fixed order, and every row of dw is written once.
@@ -164,7 +164,7 @@ GLOBAL embedding_backward(const T *dy, const Index *tokens, const Index *order, 
     }
 }
 
-// ---- cross entropy -----------------------------------------------------------------------------------------------------
+// ---- cross entropy ------------------------------------------------------------------------------
 
 // z becomes (p - onehot(target)) weight; losses[r] = -log p[target]. Rows whose target is negative become 0. The highest
 // logit and the sum of exponentials are found in one pass: a new highest scales what has been added up.

@@ -118,7 +118,7 @@ def check_sizes(**sizes):
     return map(int, sizes.values())
 
 
-# ---- what a model reads ----------------------------------------------------------------------------------------------
+# ---- what a model reads --------------------------------------------------------------------------
 
 
 def check_tokens(inputs, targets, vocab):
@@ -153,7 +153,7 @@ def refused(model, micro_batches):
     return None
 
 
-# ---- the plain loop --------------------------------------------------------------------------------------------------
+# ---- the plain loop ------------------------------------------------------------------------------
 
 
 def plain_weights(model, seed, dtype):

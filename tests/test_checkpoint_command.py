@@ -200,7 +200,7 @@ def test_a_strange_file_system_and_a_foreign_checkpoint_end_no_run(copy, tmp_pat
     run = run_world(2, [DRIVER, "strange", 0, 1, *flags], 60)
     warnings = [line for line in run.output.splitlines() if "warning" in line]
     assert run.status == 0 and "4 of 7 steps are done" in run.output, run.output
-    told = ("no locks", "cannot sync folders", "save-99: passed over", "save-2: cannot be removed")
+    told = ("no locks", "cannot sync folders", "save-99: skipped", "save-2: cannot be removed")
     for text in told:
         assert len([line for line in warnings if text in line]) == 1, run.output
     assert all(line.startswith("zmpi: warning: ") for line in warnings), run.output
@@ -270,7 +270,7 @@ def test_a_folder_that_cannot_be_used_is_an_error(saved, copy, tmp_path):
     refused(
         train(2, *MODEL, "--checkpoint", tmp_path / "none" / "dir"),
         "--checkpoint: ",
-        "none/dir: No such file or directory: its parent must exist (mkdir -p ",
+        "none/dir: its parent folder must exist (mkdir -p ",
     )
     refused(train(2, "--resume", "--checkpoint", tmp_path / "none"), "none: no such folder")
     refused(

@@ -240,9 +240,9 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_named(tmp_path):
     text = load_text(str(path), 8, 256)
     os.truncate(path, 90)
     assert np.asarray(text.train[80:90]).tobytes() == bytes(range(180, 190))
-    with pytest.raises(ValueError, match=r"text\.txt: now 90 bytes; it was cut short while"):
+    with pytest.raises(ValueError, match=r"text\.txt: truncated to 90 bytes while"):
         np.asarray(text.train[85:94])
-    with pytest.raises(ValueError, match="cut short"):
+    with pytest.raises(ValueError, match="truncated"):
         for step in range(50):
             Batches(text, 0, 1, 2, False).of_step(0, step, 1)
 

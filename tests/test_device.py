@@ -19,7 +19,7 @@ from zmpi.messages.device import Gpu, choose_device, find_cupy
 
 def test_cuda_without_cupy_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)  # import raises
-    with pytest.raises(ValueError, match="--device: cuda is not to be had: CuPy"):
+    with pytest.raises(ValueError, match=r"--device: cuda is unavailable \(CuPy"):
         choose_device("cuda")
     device = choose_device("auto")
     assert device.name == "cpu" and "CuPy" in device.why and device.xp is np
@@ -27,7 +27,7 @@ def test_cuda_without_cupy_is_an_error(monkeypatch):
 
 def test_cuda_without_a_gpu_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", Cuda(devices=0))
-    with pytest.raises(ValueError, match="--device: cuda is not to be had: CuPy sees no GPU"):
+    with pytest.raises(ValueError, match=r"--device: cuda is unavailable \(CuPy sees no GPU"):
         choose_device("cuda")
     assert choose_device("auto").why == "CuPy sees no GPU"
 
@@ -108,7 +108,7 @@ def test_memory_of_the_host_needs_no_transport():
     for asked in ("direct", "staged"):
         with pytest.raises(
             ValueError,
-            match=f"--transport: {asked} carries memory of a GPU, and the arrays are on the CPU",
+            match=f"--transport: {asked} carries GPU memory, but the arrays are on the CPU",
         ):
             choose_transport(asked, [CPU])
 
@@ -120,8 +120,8 @@ def test_direct_is_taken_if_every_ranks_mpi_says_so():
 
 
 def test_what_is_asked_for_is_taken():
-    assert choose_transport("direct", [PLAIN, PLAIN]) == ("direct", "asked for")
-    assert choose_transport("staged", [AWARE, AWARE]) == ("staged", "asked for")
+    assert choose_transport("direct", [PLAIN, PLAIN]) == ("direct", "as requested")
+    assert choose_transport("staged", [AWARE, AWARE]) == ("staged", "as requested")
 
 
 def test_ranks_of_different_devices_are_an_error():

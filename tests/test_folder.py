@@ -145,7 +145,7 @@ def test_a_checkpoint_is_no_folder_of_them(tmp_path):
     """Saves would lie in it, where no resume looks."""
     add(Folder(tmp_path / "dir", keep=3), 1)
     with pytest.raises(
-        ValueError, match="step-00000001-save-1: is one checkpoint, not a folder of them"
+        ValueError, match="save-1: expected a folder of checkpoints, got one checkpoint"
     ):
         Folder(newest(tmp_path / "dir"), keep=3)
 

@@ -199,7 +199,7 @@ def test_another_runs_checkpoint_never_takes_over(tmp_path, saves):
         entries = {name: entries[name] for name in ("step", "byteorder")} | {"seed": 5}
     Manifest(foreign, entries).write()
     warnings = run(mine, 3)
-    assert [line for line in warnings if "passed over: it belongs to another run" in line]
+    assert [line for line in warnings if "skipped: it belongs to another run" in line]
     assert foreign.exists() and Manifest.read(newest(mine))["step"] == 3
     assert {Manifest.read(one)["run_id"] for one in Folder(mine, 2).complete()} == {
         Manifest.read(newest(mine))["run_id"]
@@ -211,9 +211,9 @@ def test_a_renamed_checkpoint_is_passed_over_and_refused_where_it_is_asked_for(t
     run(path, 1, 13)
     renamed = copied(newest(path), path / "step-00000500-save-99")
     warnings = run(path, 14)
-    assert "step-00000500-save-99: passed over: renamed: its manifest is of step 13" in warnings[0]
+    assert "step-00000500-save-99: skipped: renamed: its manifest says step 13" in warnings[0]
     assert newest(path).name == "step-00000014-save-100"
-    with pytest.raises(ValueError, match="save-99: renamed: its manifest is of step 13, save 2"):
+    with pytest.raises(ValueError, match="save-99: renamed: its manifest says step 13, save 2"):
         read_checkpoint(renamed)
 
 
@@ -223,7 +223,7 @@ def test_without_a_mark_checkpoints_of_two_runs_are_refused(tmp_path):
     run(other, 1, 2)
     copied(newest(other), mine / "step-00000002-save-2")
     (mine / "latest").unlink()
-    with pytest.raises(ValueError, match="save-1 and step-00000002-save-2 are of different runs"):
+    with pytest.raises(ValueError, match="save-1 and step-00000002-save-2 belong to different"):
         Folder(mine, 2)
     assert not (mine / "latest").exists()
 

@@ -274,7 +274,7 @@ def test_what_is_no_tokenizer_is_named(tmp_path):
         "utf16.json": "{}".encode("utf-16"),
     }.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=rf"^--tokenizer: .*{name}: no tokenizer.json: \w"):
+        with pytest.raises(ValueError, match=rf"^--tokenizer: .*{name}: not a tokenizer.json: \w"):
             Words(tmp_path / name)
     for path, kind in {
         tmp_path: "a directory",

@@ -138,7 +138,7 @@ def test_an_exception_before_the_first_world_ends_all(end):
 def test_an_exit_before_the_first_world_is_told(end):
     assert end.status == 4
     assert end.lines == [
-        "zmpi: rank 1: exited with status 4 after the start; the others stand in World(), which it never entered"
+        "zmpi: rank 1: exited with status 4 after the start; the others wait in World(), which it never entered"
     ]
 
 
@@ -163,7 +163,7 @@ def test_all_ranks_may_exit_with_a_status_of_their_choice(end):
 )
 def test_who_leaves_a_wait_by_an_exit_has_not_taken_part_in_it(end):
     assert (end.status, len(end.lines)) == (3, 1), end.output
-    assert "; the others stand in all_gather next" in end.lines[0]
+    assert "; the others wait in all_gather next" in end.lines[0]
 
 
 @world(Script(MEET + "if rank == 2: raise SystemExit(256)\nall_gather('next')"))

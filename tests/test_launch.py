@@ -17,12 +17,10 @@ LIBRARY = "MPICH Version:      5.0.2\nMPICH Release date: ..."
     ],
 )
 def test_a_world_of_one_under_a_launcher_that_started_more_is_an_error(environ, named):
-    line = launch.lonely_launch(environ, 1, LIBRARY)
-    assert (
-        line.startswith(f"{named} started more than one process") and "MPICH Version: 5.0.2" in line
-    )
+    line = launch.mismatched_launcher(environ, 1, LIBRARY)
+    assert line.startswith(f"{named} started several processes") and "MPICH Version: 5.0.2" in line
     assert "\n" not in line
-    assert launch.lonely_launch(environ, 4, LIBRARY) is None
+    assert launch.mismatched_launcher(environ, 4, LIBRARY) is None
 
 
 @pytest.mark.parametrize(
@@ -36,7 +34,7 @@ def test_a_world_of_one_under_a_launcher_that_started_more_is_an_error(environ, 
     ],
 )
 def test_a_world_of_one_that_was_asked_for_is_none(environ):
-    assert launch.lonely_launch(environ, 1, LIBRARY) is None
+    assert launch.mismatched_launcher(environ, 1, LIBRARY) is None
 
 
 def test_without_a_launcher_none_is_named():

@@ -52,7 +52,7 @@ def test_a_range_needs_only_its_own_blocks(tmp_path, small_blocks):
         reader.read(0, np.empty(64, np.uint8))
         reader.read(128, np.empty(72, np.uint8))
         with pytest.raises(
-            ValueError, match="file: the block at byte 64 has another checksum: damaged"
+            ValueError, match="file: damaged: the block at byte 64 has a wrong checksum"
         ):
             reader.read(127, np.empty(2, np.uint8))
 
@@ -76,7 +76,7 @@ def test_a_shorter_or_longer_or_missing_file_is_refused(tmp_path):
     record = written(tmp_path / "file", data)
     for length in (0, 1, 199, 201):
         np.resize(data, length).tofile(tmp_path / "file")
-        with pytest.raises(ValueError, match=f"file: {length} bytes, expected 200: damaged"):
+        with pytest.raises(ValueError, match=f"file: damaged: expected 200 bytes, got {length}"):
             BlockReader(tmp_path / "file", record)
     (tmp_path / "file").unlink()
     with pytest.raises(ValueError, match="file: No such file"):
@@ -228,7 +228,7 @@ def test_the_manifests_checksum_is_sha256sums(tmp_path):
 def test_a_newer_format_is_refused(tmp_path):
     save(tmp_path / "step", 1)
     Manifest(tmp_path / "step", Manifest.read(tmp_path / "step").entries | {"format": 2}).write()
-    with pytest.raises(ValueError, match="format 2 is newer than this zmpi reads"):
+    with pytest.raises(ValueError, match="expected format 1 or older, got 2: update zmpi"):
         Manifest.read(tmp_path / "step")
 
 

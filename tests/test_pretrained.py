@@ -166,7 +166,7 @@ def test_what_is_no_such_model_is_refused_by_name(tmp_path, folder):
         made(tmp_path / "h", good, layer_norm_epsilon=1e-6),
     )
     whole = made(tmp_path / "i", good | {"wpe.weight": np.ones(SHAPES["wpe.weight"], np.int64)})
-    refused("wpe.weight: expected numbers of type F64, F32, F16, BF16; got I64", whole)
+    refused("wpe.weight: expected type F64, F32, F16, BF16; got I64", whole)
     for value in ("6", None, 6.0, [6]):
         refused(
             "config.json: not the configuration of a GPT-2",

@@ -27,12 +27,18 @@ def train(two, one):
 
 DIFFERENT = {  # flags of ranks 0 and 1 | of rank 2 -> the line
     "--checkpoint CK --save-every 1 | --checkpoint CK --save-every 2": (
-        "--save-every: 1 on rank 0, 2 on rank 2: all ranks need the same"
+        "--save-every: expected the same on all ranks, got 1 on rank 0 and 2 on rank 2"
     ),
-    "--checkpoint CK | ": "--checkpoint: a path on rank 0, None on rank 2: all ranks need the same",
+    "--checkpoint CK | ": (
+        "--checkpoint: expected the same on all ranks, got a path on rank 0 and None on rank 2"
+    ),
     " | --steps 0": "--steps: expected a whole number of at least 1, got 0 (on rank 2)",
-    " | --help": "--help: not asked for on rank 0, asked for on rank 2: all ranks need the same",
-    "--optimizer A:Plain | --optimizer B:Plain": "--optimizer: Plain of a file of SHA-256 ",
+    " | --help": (
+        "--help: expected the same on all ranks, got not given on rank 0 and given on rank 2"
+    ),
+    "--optimizer A:Plain | --optimizer B:Plain": (
+        "--optimizer: expected the same on all ranks, got Plain of a file with SHA-256 "
+    ),
 }
 
 

@@ -17,7 +17,7 @@ from mpirun import run_world
 DRIVER = Path(__file__).resolve().parent / "driver.py"
 FAULTS = {  # what zmpi's own line says of it, after the rank
     "exception": r"Planted: this fault was planted$",
-    "exit": r"exited with status 3 after .*; the others stand in .*, which it never entered$",
+    "exit": r"exited with status 3 after .*; the others wait in .*, which it never entered$",
     "SIGKILL": None,  # the launcher speaks alone
     "SIGTERM": r"ended by SIGTERM$",
     "sleep": None,  # the line names the collective first

@@ -26,7 +26,7 @@ class FileClass(str):
             digest = hashlib.sha256(self.file.read_bytes()).hexdigest()[:12]
         except OSError:
             digest = None
-        return f"{self.name} of a file of SHA-256 {digest}"
+        return f"{self.name} of a file with SHA-256 {digest}"
 
 
 def own_or(*names):

@@ -33,7 +33,7 @@ def start_command(parser, argv):
     with world.agreed():
         if fault:
             raise ValueError(str(fault))
-    same_on_all_ranks(world, {"--help": "asked for" if told else "not asked for"})
+    same_on_all_ranks(world, {"--help": "given" if told else "not given"})
     if told:
         with world.agreed():
             if world.rank == 0:

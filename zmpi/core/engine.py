@@ -95,7 +95,7 @@ class ZeRO:
             self.units = self._make_units(specs)
             self._initialise()
 
-    # -- the step -------------------------------------------------------------------------------------------------
+    # -- the step ----------------------------------------------------------------------------------
 
     @lets_go
     def train_step(self, micro_batches):
@@ -187,7 +187,7 @@ class ZeRO:
             self.free(visit)
         return x
 
-    # -- what the ranks tell each other ---------------------------------------------------------------------------
+    # -- what the ranks tell each other ------------------------------------------------------------
 
     def _open(self, micro_batches, training=True):
         """Agree on the step. Returns the counted targets of all ranks; raises Agreed where it cannot be taken."""
@@ -235,7 +235,7 @@ class ZeRO:
         self.world.settle()
         return checkpoint.load(self, folder)
 
-    # -- how it is made -------------------------------------------------------------------------------------------
+    # -- how it is made ----------------------------------------------------------------------------
 
     def _layers(self, layers):
         """The layers as the loops call them. The last one's input is at hand at the turn, so nothing is recomputed."""
@@ -258,7 +258,7 @@ class ZeRO:
         self.comm.reserve(layouts, self.policy.recipe.gradient)
         return {layout.name: self.make_unit(layout, shared) for layout in layouts}
 
-    # -- weights --------------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
 
     def _initialise(self):
         """Make the weights unit by unit (fill, keep the slice, free): no rank ever holds the whole model at stage 3."""

@@ -39,7 +39,7 @@ class Unit:
             0  # weights of the last update, finite in the master and infinite in 16 bits
         )
 
-    # -- gather and free ------------------------------------------------------------------------------------------
+    # -- gather and free ---------------------------------------------------------------------------
 
     def gather(self):
         """Start to put the full vector together. Nothing to do where it is whole, or already under way."""
@@ -83,7 +83,7 @@ class Unit:
         np.copyto(self.widened, full)
         return self.widened
 
-    # -- reduce ---------------------------------------------------------------------------------------------------
+    # -- reduce ------------------------------------------------------------------------------------
 
     def begin_step(self, micro_batches):
         """From now on there are so many micro-batches to reduce."""
@@ -106,7 +106,7 @@ class Unit:
         """The sums of squares of this rank's pieces of the gradient: a float64 array of the host."""
         return sums_of_squares(self.summed, self.layout.pieces)
 
-    # -- update ---------------------------------------------------------------------------------------------------
+    # -- update ------------------------------------------------------------------------------------
 
     def update(self, optimizer, t, factor):
         """Let the optimizer update what this rank owns; then the full vector is whole again where it is kept."""
@@ -120,7 +120,7 @@ class Unit:
         if parameters.stored is not parameters.updated:
             self.shared.comm.all_gather(self.layout, parameters.shard, parameters.stored).wait()
 
-    # -- what is owned --------------------------------------------------------------------------------------------
+    # -- what is owned -----------------------------------------------------------------------------
 
     def shards(self):
         """{"master" or a moment's name: view of this rank's shard of it}: the state that a checkpoint holds."""

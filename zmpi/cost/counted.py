@@ -59,7 +59,7 @@ class Counted(np.lib.mixins.NDArrayOperatorsMixin):
         if self.root is None:
             self.meter.alive -= self.nbytes
 
-    # -- what it looks like ---------------------------------------------------------------------------------------
+    # -- what it looks like ------------------------------------------------------------------------
 
     @property
     def base(self):
@@ -88,7 +88,7 @@ class Counted(np.lib.mixins.NDArrayOperatorsMixin):
     def __float__(self):
         return 1.0
 
-    # -- views ----------------------------------------------------------------------------------------------------
+    # -- views -------------------------------------------------------------------------------------
 
     def _view(self, shape):
         return Counted(shape, self.dtype, self.meter, root=self.base, value=self.value)
@@ -123,7 +123,7 @@ class Counted(np.lib.mixins.NDArrayOperatorsMixin):
     def __setitem__(self, index, value):
         pass
 
-    # -- new memory -----------------------------------------------------------------------------------------------
+    # -- new memory --------------------------------------------------------------------------------
 
     def new(self, shape=None, dtype=None, value=True):
         """A counted array of new memory; shape and type are this one's where none is given."""
@@ -155,7 +155,7 @@ class Counted(np.lib.mixins.NDArrayOperatorsMixin):
         ]
         return tuple(kept)
 
-    # -- NumPy's functions ----------------------------------------------------------------------------------------
+    # -- NumPy's functions -------------------------------------------------------------------------
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=None, dtype=None, **_):
         if method == "reduceat":

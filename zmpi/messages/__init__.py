@@ -1,1 +1,1 @@
-"""The world of ranks: its collectives, the ways memory takes to MPI, and the ledger that books them."""
+"""The world of ranks: its collectives, how memory reaches MPI, and the ledger that books them."""

@@ -1,10 +1,10 @@
 """The collectives of one engine, on MPI.
 
-A shard is a contiguous slice of its unit's vector, so a collective over a unit needs no copy: message buffers are the
-vectors themselves, cut into chunks of a bounded size (paper, section 6.2, C_B). How a vector's memory comes before MPI,
-a GPU's too, is for transport.py: MPI is handed addresses, never arrays. In a chunk each rank's part is one
-element of a derived datatype whose extent is a whole shard; so no count, no sum of counts and no displacement ever
-comes near 2^31, however large the unit is.
+A shard is a contiguous slice of its unit's vector, so a collective needs no copy: the vectors
+themselves are the message buffers, cut into chunks of bounded size (paper, section 6.2, C_B).
+transport.py hands their memory to MPI, as addresses. In a chunk, each rank's part is one element of
+a derived datatype whose extent is a whole shard, so no count, sum of counts or displacement comes
+near 2^31, however large the unit.
 """
 
 from functools import partial
@@ -17,24 +17,24 @@ from zmpi.messages.transport import Paced, check_vector, chunks, ways
 from zmpi.messages.world import MPI
 from zmpi.numbers.sums import add_in_order
 
-CUT = 8  # what a reduction has to cut, or to add up itself, it cuts into eighths of a chunk
-# of one collective over all ranks: MPI's collectives are fastest between 1 and 16 MiB
-CHUNK_BYTES = 16 << 20
+CUT = 8  # reductions that must cut a shard, or sum it themselves, use 1/8 of a chunk
+CHUNK_BYTES = 16 << 20  # over all ranks: MPI's collectives are fastest between 1 and 16 MiB
 
 
 class Communicator:
-    """The collectives of one engine. Every call is booked in the ledger; one rank takes the same path as many.
+    """The collectives of one engine. The ledger books every call; one rank takes the same path.
 
-    `size` and `rank` say who computes which data, `shards` and `shard` who owns which slice; here the two are one.
-    Vectors are flat and contiguous, of a Layout's padded length (full) or shard length (shard). `reduction` is "mpi"
-    (MPI sums, in an order of its own) or "ordered" (the owner adds the ranks' slices one by one, in rank order).
+    `size` and `rank` say who computes which data, `shards` and `shard` who owns which slice: the
+    same here. Vectors are flat and contiguous, of a Layout's padded length (full) or shard length
+    (shard). `reduction` is "mpi" (MPI sums, in its own order) or "ordered" (the owner adds the
+    ranks' slices one by one, in rank order).
 
-    A subclass that rounds what it sends declares it, for zmpi.verify: `block`, the elements that share a scale, and
-    `declared_bytes(kind, layout, itemsize, whole)`, the bytes that a rank sends in one "all_gather" or "reduce_scatter",
-    padding included (`whole`: of a vector that the stage keeps whole).
+    A subclass that rounds its messages declares it to zmpi.verify: `block`, the elements that share
+    a scale, and `declared_bytes(kind, layout, itemsize, whole)`, the bytes that a rank sends in an
+    "all_gather" or "reduce_scatter", with padding (`whole`: the stage keeps the vector whole).
     """
 
-    block = declared_bytes = None  # messages are exact; their bytes are those of P2
+    block = declared_bytes = None  # messages are exact; their bytes follow P2's formula
 
     def __init__(self, world, ledger, reduction, chunk_bytes=CHUNK_BYTES):
         if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
@@ -47,28 +47,28 @@ class Communicator:
         self.reduction, self.ordered = reduction, reduction == "ordered"
         self.chunk_bytes = chunk_bytes
         self._gathers, self._reductions = ways(world.transport, world.device, ledger)
-        self.in_flight = 0  # gathers that were started and not yet waited for
+        self.in_flight = 0  # gathers started and not yet waited for
         self._latest = None  # the last gather's requests
-        self._message = None  # the one receive (and packing) buffer of reductions
+        self._message = None  # the only receive (and packing) buffer of reductions
         self._rows = {}  # (elements, extent in elements, type) -> derived datatype
 
     @property
     def mpi(self):
-        """The communicator on which vectors travel (World.settle may make a new one)."""
+        """The communicator that carries vectors (World.settle may replace it)."""
         return self.world.lane.mpi
 
-    # -- the three collectives ------------------------------------------------------------------------------------
+    # -- the three collectives ---------------------------------------------------------------------
 
     def all_gather(self, layout, shard, full):
-        """Start putting `full` together from every owner's `shard`; returns a Gather, whose wait() ends it.
+        """Start gathering every owner's `shard` into `full`; returns a Gather, to wait() for.
 
-        Neither vector may be touched before that. Where `shard` is the owner's own slice of `full` it is sent from there.
+        Touch neither vector before. A `shard` that is the own slice of `full` is sent in place.
         """
         check_vector(shard, layout.shard_length, full.dtype)
         check_vector(full, layout.padded, full.dtype)
         way, cuts = self._gathers, self._chunks(layout, full.itemsize)
         if self._latest and way.depth < inf:
-            self._latest.Wait()  # its pinned buffers are needed
+            self._latest.Wait()  # to reuse its pinned buffers
         self._latest = Paced(
             way, cuts, partial(self._post, shard, full), partial(way.arrived, full, self.shards)
         )
@@ -77,10 +77,10 @@ class Communicator:
         return Gather(self, layout.name, [self._latest], (shard, full))
 
     def reduce_scatter(self, layout, full, out, fresh):
-        """Sum every rank's `full` and keep the own slice: assigned to `out` (`fresh`), or added onto it.
+        """Sum every rank's `full`; assign the own slice to `out` (`fresh`), or add it onto `out`.
 
-        `out` is of shard length; it may be the own slice of `full`. It is in the gradient type or wider; sums are always
-        made in the wider type and rounded once, so a 16-bit `out` must be fresh.
+        `out` has shard length, and may be the own slice of `full`. Its type is the gradient's or
+        wider: sums are made in the wider type and rounded once, so a 16-bit `out` must be fresh.
         """
         check_vector(full, layout.padded, self._message.dtype)
         wide = np.result_type(full.dtype, np.float32)
@@ -95,7 +95,7 @@ class Communicator:
         self._book("reduce_scatter", layout, len(pieces), full.itemsize)
 
     def gather_scalars(self, values):
-        """Every rank's floats, as an array (size, len(values)): row r is rank r's. They are few, and sent as float64."""
+        """Every rank's few floats, as a float64 array (size, len(values)): row r is rank r's."""
         mine = np.array(values, np.float64)
         everyone = np.empty((self.size, len(mine)), np.float64)
         began = perf_counter()
@@ -109,12 +109,13 @@ class Communicator:
         return everyone
 
     def reserve(self, layouts, dtype):
-        """Allocate the message buffer of reductions, once: for one chunk of the largest unit, never more."""
+        """Allocate the message buffer of reductions, once: one chunk of the largest unit."""
         needed = []
         for layout in layouts:
             elements = min(layout.shard_length, self._longest_cut(layout, np.dtype(dtype).itemsize))
-            # `mpi` packs only what it has to cut
-            packed = self.shards if elements < layout.shard_length else 0
+            packed = (
+                self.shards if elements < layout.shard_length else 0
+            )  # `mpi` packs what it cuts
             needed.append(elements * (self.shards if self.ordered else 1 + packed))
         self._message = self.ledger.track("message", self.xp.empty(max(needed), dtype))
         longest = max(layout.shard_length for layout in layouts)
@@ -123,7 +124,7 @@ class Communicator:
         self._reserve_ways()
 
     def drop(self):
-        """Let go of what an exception left half done. Its buffers stay MPI's until it is complete; these are new."""
+        """After an exception: leave MPI the buffers of unfinished messages, and make new ones."""
         self.in_flight, self._latest = 0, None
         for way in {self._gathers, self._reductions}:
             way.drop()
@@ -134,15 +135,13 @@ class Communicator:
         for way in {self._gathers, self._reductions}:
             way.reserve(self._reserved)
 
-    # -- how they are made of MPI calls ---------------------------------------------------------------------------
+    # -- their MPI calls ---------------------------------------------------------------------------
 
     def _post(self, shard, full, start, stop):
         """Start the gather of one chunk."""
         kind, way = _mpi_type(full), self._gathers
-        mine, into = (
-            way.outgoing(shard, 1, start, stop),
-            way.incoming(full, self.shards, start, stop),
-        )
+        mine = way.outgoing(shard, 1, start, stop)
+        into = way.incoming(full, self.shards, start, stop)
         in_place = mine.address == into.address + self.shard * into.extent * full.itemsize
         send = MPI.IN_PLACE if in_place else [_memory(mine), stop - start, kind]
         return self.mpi.Iallgather(
@@ -150,7 +149,7 @@ class Communicator:
         )
 
     def _exchange(self, layout, full, start, stop):
-        """One chunk of a reduce-scatter: rows (n, elements) of the message buffer whose sum is the own part."""
+        """One chunk of a reduce-scatter: the rows (n, elements) whose sum is the own part."""
         elements, kind, way = stop - start, _mpi_type(full), self._reductions
         rows = self._message[: (self.shards if self.ordered else 1) * elements]
         send = way.outgoing(full, self.shards, start, stop)
@@ -161,7 +160,7 @@ class Communicator:
                 [_memory(into), elements, kind],
             )
         else:
-            if send.extent > elements:  # Reduce_scatter_block knows no rows with gaps between them
+            if send.extent > elements:  # Reduce_scatter_block needs rows without gaps
                 packed = self._message[elements : elements + self.shards * elements]
                 np.copyto(
                     packed.reshape(self.shards, elements),
@@ -179,20 +178,20 @@ class Communicator:
         return max(1, self.chunk_bytes // (itemsize * self.shards))
 
     def _chunks(self, layout, itemsize):
-        """Cut a shard: the cuts depend on the layout and the number of ranks only, so they are the same at every stage."""
+        """Cut a shard for gathers. Depends on layout and ranks only: the same at every stage."""
         return chunks(layout.shard_length, self._chunk_elements(itemsize))
 
     def _cuts(self, layout, itemsize):
-        """The same for reductions."""
+        """Cut a shard for reductions."""
         return chunks(layout.shard_length, self._longest_cut(layout, itemsize))
 
     def _longest_cut(self, layout, itemsize):
-        """MPI sums a whole shard where a chunk holds it; small pieces stay in cache."""
+        """MPI sums a whole shard if it fits into a chunk; otherwise small cuts stay in cache."""
         limit, length = self._chunk_elements(itemsize), layout.shard_length
         return length if length <= limit and not self.ordered else max(1, limit // CUT)
 
     def _row(self, elements, extent, kind):
-        """A datatype of `elements` contiguous elements, the next one of which lies `extent` elements further on."""
+        """A datatype of `elements` contiguous elements, with the next item `extent` elements on."""
         key = elements, extent, kind.name
         if key not in self._rows:
             self._rows[key] = (
@@ -201,7 +200,7 @@ class Communicator:
         return self._rows[key]
 
     def _book(self, kind, layout, calls, itemsize):
-        """What is sent: by an all-gather the own slice to each other owner, by a reduction each other owner's slice."""
+        """Book what is sent to each other owner: by a gather the own slice, by a reduction its."""
         others, own = self.shards - 1, layout.padding(layout.shard(self.shard))
         sent = others * layout.shard_length * itemsize
         padding = (
@@ -218,7 +217,7 @@ class Communicator:
 
 
 class Gather:
-    """An all-gather under way. Its vectors are owned, by it and by the process, until MPI has completed it."""
+    """An all-gather in progress. It, and the process, own its vectors until MPI completes it."""
 
     def __init__(self, comm, unit, requests, vectors):
         self._comm, self._unit, self._requests, self._vectors = comm, unit, requests, vectors
@@ -226,7 +225,7 @@ class Gather:
         self._number = self._lane.enter(self)
 
     def wait(self):
-        """Block until the full vector is there."""
+        """Block until the full vector has arrived."""
         began = perf_counter()
         with self._comm.guard.waiting(f"all_gather {self._unit}"):
             for request in self._requests:
@@ -241,16 +240,16 @@ class Gather:
         return all(request.Test() for request in self._requests)
 
     def complete(self):
-        """Wait until MPI has completed it, for nobody's use. The caller is under the watchdog."""
+        """Wait until MPI has completed it, discarding the result. The watchdog times the caller."""
         for request in self._requests:
             request.Wait()
 
 
 def _mpi_type(vector):
-    """The MPI type of a vector's elements. MPI knows no portable 16-bit float: these travel as 16-bit integers."""
+    """The MPI type of a vector's elements. MPI has no 16-bit float: these are sent as integers."""
     return {"f4": MPI.FLOAT, "f8": MPI.DOUBLE}.get(vector.dtype.str[1:], MPI.UINT16_T)
 
 
 def _memory(place):
-    """A Place's memory, for MPI. The caller keeps what it belongs to alive."""
+    """A Place's memory, for MPI. The caller keeps its owner alive."""
     return MPI.buffer.fromaddress(place.address, place.nbytes)

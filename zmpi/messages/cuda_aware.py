@@ -1,13 +1,14 @@
-"""Which way a GPU's memory takes to MPI: whether this MPI library takes pointers of a GPU, and what follows from it."""
+"""Whether the MPI library takes GPU pointers, and so which transport to use."""
 
 import ctypes
 
 
 def cuda_awareness(library, kinds, environ):
-    """(whether the MPI library says that it takes pointers of a GPU, why one thinks so).
+    """(whether the MPI library says it takes GPU pointers, the evidence).
 
-    `library` is it, opened by ctypes; `kinds` its info key mpi_memory_alloc_kinds (MPI 4.1). An answer is a hint, no
-    proof: some say no and can (Open MPI without CUDA over a UCX with it), older ones say how they were built.
+    `library` is opened by ctypes; `kinds` is its info key mpi_memory_alloc_kinds (MPI 4.1). The
+    answer is a hint, not proof: some deny it but can (Open MPI without CUDA over a UCX with it),
+    and older ones only say how they were built.
     """
     if "cuda" in kinds:
         return True, f"mpi_memory_alloc_kinds is {kinds}"
@@ -17,23 +18,19 @@ def cuda_awareness(library, kinds, environ):
     general, answer = getattr(library, "MPIX_GPU_query_support", None), ctypes.c_int(0)
     if general is not None and general(0, ctypes.byref(answer)) == 0 and answer.value:
         return True, "MPIX_GPU_query_support() is 1 for CUDA"
-    if environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1" and hasattr(
-        library, "MPIX_GPU_query_support"
-    ):
-        return (
-            False,
-            "MPICH_GPU_SUPPORT_ENABLED is 1, but the library says no: is libmpi_gtl_cuda linked?",
-        )
+    if general is not None and environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
+        why = "MPICH_GPU_SUPPORT_ENABLED is 1, but the library says no: is libmpi_gtl_cuda linked?"
+        return False, why
     if query is None and general is None:
         return False, "the MPI library has no query for it"
     return False, f"{'MPIX_Query_cuda_support' if query else 'MPIX_GPU_query_support'}() is 0"
 
 
 def choose_transport(asked, answers):
-    """(name, why) for `auto`, `direct` or `staged`; `answers` holds each rank's (device name, aware, why).
+    """(name, why) for `auto`, `direct` or `staged`; `answers`: (device, aware, why) per rank.
 
-    Raises ValueError where the ranks have different devices, or what was asked for is not to be had. Staging that was
-    not asked for is said, never silent.
+    Raises ValueError if ranks have different devices, or the request cannot be met. Staging chosen
+    by `auto` is always reported.
     """
     if asked not in ("auto", "direct", "staged"):
         raise ValueError(f"--transport: expected auto, direct or staged; got {asked!r}")
@@ -41,17 +38,17 @@ def choose_transport(asked, answers):
     if len(set(devices)) > 1:
         where = [rank for rank, device in enumerate(devices) if device != "cuda"]
         raise ValueError(
-            f"--device: auto found no GPU on rank {where[0]}, but on others; name cpu or cuda"
+            f"--device: auto found no GPU on rank {where[0]}, but on others; choose cpu or cuda"
         )
     if devices[0] == "cpu":
         if asked != "auto":
             raise ValueError(
-                f"--transport: {asked} carries memory of a GPU, and the arrays are on the CPU;"
+                f"--transport: {asked} carries GPU memory, but the arrays are on the CPU;"
                 " leave it out, or use --device cuda"
             )
         return "host", "arrays are in host memory"
     if asked != "auto":
-        return asked, "asked for"
+        return asked, "as requested"
     for rank, (_, aware, why) in enumerate(answers):
         if not aware:
             return "staged", f"through host memory: {why}" + (f" (rank {rank})" if rank else "")

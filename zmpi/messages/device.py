@@ -1,65 +1,65 @@
-"""Where arrays live and what computes on them: NumPy on a CPU, CuPy on a GPU. Nothing else in zmpi asks which."""
+"""Where arrays live and compute: NumPy on a CPU, CuPy on a GPU. Nothing else in zmpi asks which."""
 
 from dataclasses import dataclass, replace
 from types import ModuleType
 
-import ml_dtypes  # noqa: F401  (CuPy knows bfloat16 if this is loaded before it)
+import ml_dtypes  # noqa: F401  (loaded before CuPy, it gives CuPy bfloat16)
 import numpy as np
 
 from zmpi.messages.memory import peak_resident_bytes, traced_array_bytes, watched_pool
 
-ALIGNED = 64  # bytes; a GPU's matrix products are chosen by the alignment of what they multiply
+ALIGNED = 64  # bytes; alignment decides which kernel a GPU uses for a matrix product
 
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of memory and the array module that computes in it. This one is the CPU's."""
+    """A kind of memory and its array module. This one is the CPU."""
 
     name: str
     xp: ModuleType
-    why: str = ""  # it was chosen, where nobody named it
+    why: str = ""  # the reason for the choice, if it was automatic
 
-    align = 1  # elements: where in its unit's vector a parameter may start
+    align = 1  # elements: parameters start at multiples of this in their unit's vector
 
     def recipe(self, recipe):
-        """The number types of a run here."""
+        """The recipe's number types on this device."""
         return recipe
 
     def put(self, array):
-        """A NumPy array's values, here."""
+        """A NumPy array, on this device."""
         return array
 
     def get(self, array):
-        """An array's values, as a NumPy array."""
+        """This device's array, as a NumPy array."""
         return array
 
     def batches(self, micro_batches):
-        """[(inputs, targets), ...] one after the other, here."""
+        """Yield each (inputs, targets), on this device."""
         return ((self.put(inputs), self.put(targets)) for inputs, targets in micro_batches)
 
     def read_into(self, target, read):
-        """Let read(array) fill a NumPy array with what becomes the values of `target`, which lies here."""
+        """Fill `target`, on this device, through read(array), which fills a NumPy array."""
         read(target)
 
     def address(self, vector):
-        """Where a vector's memory starts."""
+        """The address of a vector's memory."""
         return vector.ctypes.data
 
     def peak_bytes(self):
-        """The highest bytes that this process has held here so far: on a CPU, of everything."""
+        """This process's peak bytes on this device so far: on a CPU, its resident memory."""
         return peak_resident_bytes()
 
     def held_bytes(self):
-        """Bytes of the arrays that are alive here: of NumPy's since tracemalloc was started."""
+        """Bytes of live arrays here; for NumPy, of those made since tracemalloc was started."""
         return traced_array_bytes()
 
 
 class Gpu(Device):
-    """One GPU, by CuPy: the array module `xp`. Work is queued on its current stream; nothing here waits for it but `get`.
+    """One GPU through CuPy (`xp`). Work is queued on the current stream; only `get` waits for it.
 
-    Each parameter starts on a 64-byte boundary in every type (a vector itself lies on a 512-byte one in CuPy's pool), so
-    that every stage multiplies with the same kernels, to the same bits. 16-bit weights are not widened: matrix products
-    take them as they are and add up in float32, and so do the partial gradients of parameters.
+    Every parameter starts on a 64-byte boundary in any type (CuPy's pool aligns vectors to 512
+    bytes), so that all stages multiply with the same kernels, to the same bits. 16-bit weights are
+    not widened: matrix products read them directly and sum in float32, as do partial gradients.
     """
 
     align = ALIGNED // 2
@@ -87,7 +87,7 @@ class Gpu(Device):
         return vector.data.ptr
 
     def peak_bytes(self):
-        """The highest bytes that were in use of CuPy's pool; context, cuBLAS and MPI's own memory are outside of it."""
+        """Peak bytes in use of CuPy's pool, without the context, cuBLAS and MPI's own memory."""
         return self.pool.peak
 
     def held_bytes(self):
@@ -95,9 +95,9 @@ class Gpu(Device):
 
 
 def choose_device(asked, local_rank=0):
-    """The device for `auto`, `cpu` or `cuda`: the node's GPUs go round by `local_rank`.
+    """The device for `auto`, `cpu` or `cuda`; GPUs are assigned round-robin by `local_rank`.
 
-    Raises ValueError where it is not to be had (never another than asked); `auto` takes a GPU if CuPy sees one.
+    Raises ValueError if the requested one is unavailable; `auto` takes a GPU if CuPy sees one.
     """
     if asked not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device: expected auto, cpu or cuda; got {asked!r}")
@@ -105,7 +105,7 @@ def choose_device(asked, local_rank=0):
         return Device("cpu", np)
     cupy, fault = find_cupy()
     if cupy is None and asked == "cuda":
-        raise ValueError(f"--device: cuda is not to be had: {fault}")
+        raise ValueError(f"--device: cuda is unavailable ({fault})")
     if cupy is None:
         return Device("cpu", np, why=fault)
     seen = cupy.cuda.runtime.getDeviceCount()
@@ -113,17 +113,13 @@ def choose_device(asked, local_rank=0):
 
 
 def find_cupy():
-    """(CuPy, "") where it sees a GPU, else (None, why not)."""
+    """(CuPy, "") if it sees a GPU, else (None, why not)."""
     try:
         import cupy
     except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
-        return (
-            None,
-            "CuPy is not installed"
-            if missing
-            else f"CuPy cannot be imported: {str(error).splitlines()[0]}",
-        )
+        if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
+            return None, "CuPy is not installed"
+        return None, f"CuPy cannot be imported: {str(error).splitlines()[0]}"
     if not cupy.cuda.is_available():
         return None, "CuPy sees no GPU"
     return cupy, ""

@@ -1,4 +1,4 @@
-"""The ledger: what was moved and what is alive, in elements and bytes. Counted where it happens, never estimated."""
+"""The ledger: what was moved and what is alive, in elements and bytes, counted where it happens."""
 
 import weakref
 from collections import Counter, defaultdict
@@ -9,53 +9,51 @@ from zmpi.messages.memory import peak_resident_bytes
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "other")
 OWNED = ("parameters", "gradients", "optimizer")
-# the kinds of work buffers; pinned memory is the host's
-WORK = ("partial", "widened", "sum", "message", "pinned")
+WORK = ("partial", "widened", "sum", "message", "pinned")  # kinds of work buffers
 
 
 @dataclass
 class Moved:
-    """One kind of collective in one step, as this rank saw it."""
+    """What one kind of collective moved in a step, as this rank saw it."""
 
     calls: int = 0  # MPI calls
     elements: int = 0  # the paper's count: unpadded, the same at one rank
     bytes_sent: int = 0  # (ranks - 1) x shard length x bytes per element, padding included
-    padding_bytes: int = 0  # of which padding
-    blocked_s: float = 0.0  # seconds in which the caller waited inside MPI
+    padding_bytes: int = 0  # the padding in bytes_sent
+    blocked_s: float = 0.0  # seconds the caller waited inside MPI
 
 
 class _Life(weakref.ref):
-    """A tracked array's: calls the ledger when it ends. (weakref.finalize does that at several times the cost.)"""
+    """Calls the ledger when a tracked array dies, at a fraction of weakref.finalize's cost."""
 
     __slots__ = ("kind", "nbytes")
 
 
 class Ledger:
-    """One engine's books. `track` measures real lifetimes: an array is alive until its memory is given back."""
+    """One engine's books. `track` measures real lifetimes: an array lives until it is freed."""
 
     def __init__(self):
         self.moved = defaultdict(Moved)  # (kind, unit) -> Moved
-        # the part of it that was booked as other since the step began
-        self._outside = defaultdict(Moved)
+        self._outside = defaultdict(
+            Moved
+        )  # the part of `moved` booked as other since the step began
         self.alive = Counter()  # kind of memory -> bytes
         self.peak = Counter()  # kind of memory -> highest bytes since the step began
         self.work_peak = 0  # highest sum over the kinds of work buffers
-        self.peak_bytes = (
-            peak_resident_bytes  # the highest that the process held, all things together
-        )
-        self._lives = {}  # id -> the _Life of each array that is alive
+        self.peak_bytes = peak_resident_bytes  # the process's peak, everything included
+        self._lives = {}  # id -> _Life of each live array
         self._as_other = False
 
     def begin_step(self):
-        """Start the books of a new step. They open with what moved between the last one and this, under "other"."""
+        """Start a new step's books; what moved since the last step opens them, under "other"."""
         self.moved, self._outside = self._outside, defaultdict(Moved)
         self.peak = Counter(self.alive)
         self.work_peak = self._work()
 
-    # -- what was moved -------------------------------------------------------------------------------------------
+    # -- what was moved ----------------------------------------------------------------------------
 
     def book(self, kind, unit, **amounts):
-        """Add amounts (fields of Moved) to a kind of collective; inside `as_other`, to "other"."""
+        """Add amounts (fields of Moved) to a kind of collective; inside `as_other` to "other"."""
         books = (self.moved, self._outside) if self._as_other else (self.moved,)
         for book in books:
             entry = book["other" if self._as_other else kind, unit]
@@ -64,20 +62,20 @@ class Ledger:
 
     @contextmanager
     def as_other(self):
-        """Book what is moved inside (evaluation, checkpoints) under "other"."""
+        """Book what moves inside the `with` block (evaluation, checkpoints) under "other"."""
         outer, self._as_other = self._as_other, True
         try:
             yield
         finally:
             self._as_other = outer
 
-    # -- what is alive --------------------------------------------------------------------------------------------
+    # -- what is alive -----------------------------------------------------------------------------
 
     def track(self, kind, array):
-        """Book the array's bytes as alive until its memory is really given back; returns the array.
+        """Book the array's bytes until its memory is actually freed; returns the array.
 
-        The array must own its memory: a view elsewhere, a forgotten name or a reference in a closure keeps it alive, and
-        so in the books.
+        The array must own its memory: a view, a forgotten name or a reference in a closure keeps it
+        alive, hence in the books.
         """
         alive = self.alive[kind] = self.alive[kind] + array.nbytes
         if alive > self.peak[kind]:
@@ -96,10 +94,10 @@ class Ledger:
     def _work(self):
         return sum(self.alive[kind] for kind in WORK)
 
-    # -- the log's entries ----------------------------------------------------------------------------------------
+    # -- the log's entries -------------------------------------------------------------------------
 
     def __getitem__(self, name):
-        """The log's entry "comm" or "memory" of the step, for this rank."""
+        """This rank's log entry of the step: "comm" or "memory"."""
         return {"comm": self._comm, "memory": self._memory}[name]()
 
     def _comm(self):

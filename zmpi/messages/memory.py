@@ -1,4 +1,4 @@
-"""What this process holds: its resident memory, and what is in use of CuPy's pool. In bytes."""
+"""This process's memory in bytes: resident, in NumPy's arrays, and in CuPy's pool."""
 
 import resource
 import sys
@@ -9,13 +9,13 @@ import numpy as np
 
 
 def peak_resident_bytes():
-    """The highest resident memory of this process so far, in bytes."""
+    """This process's peak resident memory so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def anonymous_bytes():
-    """What this process has in memory that no file holds: shared by none (Linux; elsewhere 0)."""
+    """This process's resident anonymous memory, backed by no file (Linux; elsewhere 0)."""
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
             return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
@@ -24,17 +24,17 @@ def anonymous_bytes():
 
 
 def traced_array_bytes():
-    """Bytes of NumPy's arrays that were made since tracemalloc was started, and are alive."""
+    """Bytes of live NumPy arrays made since tracemalloc was started."""
     domain = np.lib.tracemalloc_domain
     return sum(trace.size for trace in tracemalloc.take_snapshot().traces if trace.domain == domain)
 
 
 @lru_cache(maxsize=1)
 def watched_pool(cupy):
-    """Watch what this thread takes from CuPy's pool, from now on; returns the one hook, whose `peak` is the highest so far.
+    """Watch this thread's use of CuPy's pool from now on; returns the hook, which has the `peak`.
 
-    The pool itself counts what is in use, but not the highest; a hook sees every allocation. Blocks that another thread
-    frees are missed, so each reading starts from the pool's own count.
+    The pool counts what is in use but not its peak; a hook sees every allocation. It misses blocks
+    freed by other threads, so each reading restarts from the pool's own count.
     """
 
     class Watch(cupy.cuda.MemoryHook):
@@ -56,7 +56,7 @@ def watched_pool(cupy):
             return max(self._peak, self.used)
 
         def restart(self):
-            """Forget the highest so far."""
+            """Forget the peak so far."""
             self.used = self._peak = cupy.get_default_memory_pool().used_bytes()
 
     watch = Watch()

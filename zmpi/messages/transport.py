@@ -1,13 +1,17 @@
-"""How a vector's memory reaches MPI: `host` memory as it is, a GPU's `direct` to a CUDA-aware MPI, or `staged` through
-pinned host memory. One path in comm.py serves all three.
+"""How a vector's memory reaches MPI: `host`, `direct` or `staged`. One path in comm.py serves all.
 
-A chunk of a collective is a range of columns, start:stop, of a vector seen as equal rows (one row for a shard, one for
-each owner for a full vector). A way takes such columns across and speaks in addresses only. It knows no MPI.
+    host    host memory, as it is
+    direct  GPU memory, passed to a CUDA-aware MPI
+    staged  GPU memory, through pinned host memory
 
-A kernel is not finished when its launch returns, and MPI looks at no stream. So before MPI reads or fills memory of a GPU,
-what was launched before must be done: by an event on the current stream, never by a wait for the whole device. That
-covers the last write of what is sent and also the last use of what is filled, which may be memory that a vector freed a
-moment ago still lends to a kernel in the queue.
+A chunk of a collective is a range of columns, start:stop, of a vector seen as equal rows (one row
+for a shard, one per owner for a full vector). A way moves such columns; it deals in addresses and
+imports no MPI.
+
+A kernel may still run when its launch returns, and MPI knows no streams. So before MPI reads or
+fills GPU memory, earlier kernels must finish: wait for an event on the current stream, never for
+the whole device. This covers the last write to what is sent, and the last use of what is filled:
+memory of a vector just freed may still be in use by a queued kernel.
 """
 
 from collections import deque
@@ -16,12 +20,12 @@ from math import inf
 
 import numpy as np
 
-IN_FLIGHT = 2  # chunks, through pinned memory
+IN_FLIGHT = 2  # chunks in pinned memory at once
 
 
 @dataclass(frozen=True)
 class Place:
-    """Memory that MPI reads or fills: so many bytes from `address`, the next row `extent` elements further on."""
+    """Memory that MPI reads or fills: `nbytes` at `address`, rows `extent` elements apart."""
 
     address: int
     nbytes: int
@@ -29,32 +33,32 @@ class Place:
 
 
 class Host:
-    """Vectors lie in host memory: MPI is handed their own."""
+    """Vectors in host memory, passed to MPI directly."""
 
     name = "host"
-    depth = inf  # chunks of one collective that may be under way
-    dropped = False  # whether an exception ended a step: what is under way is completed, nothing more is started
+    depth = inf  # chunks of one collective in progress at once
+    dropped = False  # an exception ended a step: complete what is in progress, start nothing
 
     def __init__(self, device, ledger):
         self.device, self.ledger = device, ledger
 
     def reserve(self, nbytes):
-        """Allocate what chunks of at most so many bytes need, once."""
+        """Allocate the buffers for chunks of at most `nbytes`, once."""
 
     def drop(self):
-        """Let go of what is under way, after an exception. The caller takes a new way; this one's buffers are MPI's."""
+        """After an exception: start nothing more. The buffers stay MPI's; make a new way."""
         self.dropped = True
 
     def outgoing(self, vector, rows, start, stop):
-        """The Place of these columns, ready for MPI to read."""
+        """The Place where MPI reads these columns."""
         return self._own(vector, rows, start)
 
     def incoming(self, vector, rows, start, stop):
-        """The Place that MPI may fill with these columns."""
+        """The Place that MPI fills with these columns."""
         return self._own(vector, rows, start)
 
     def arrived(self, vector, rows, start, stop):
-        """MPI has filled the Place: bring it into the vector. The chunks of a vector arrive in order."""
+        """Move a filled Place into the vector. The chunks of a vector arrive in order."""
 
     def _own(self, vector, rows, start):
         skipped = start * vector.itemsize
@@ -64,7 +68,7 @@ class Host:
 
 
 class Direct(Host):
-    """MPI is handed the GPU's own memory. What is launched after MPI is done sees what it brought."""
+    """GPU memory, passed to MPI. Kernels launched after MPI is done see the received data."""
 
     name = "direct"
 
@@ -77,12 +81,12 @@ class Direct(Host):
         return self._own(vector, rows, start)
 
     def _settle(self):
-        """Wait until what was launched so far is done."""
+        """Wait for all work launched so far."""
         self.device.xp.cuda.get_current_stream().record().synchronize()
 
 
 class Slot:
-    """A pinned buffer, and the last copy out of it or into it."""
+    """A pinned buffer, and the last copy from or to it."""
 
     def __init__(self, device, ledger, nbytes):
         pinned = device.xp.cuda.alloc_pinned_memory(nbytes)
@@ -90,25 +94,25 @@ class Slot:
         self.address, self.copied = self.memory.ctypes.data, None
 
     def free(self):
-        """Wait until the buffer may be used again."""
+        """Wait until the buffer can be reused."""
         if self.copied is not None:
             self.copied.synchronize()
 
     def place(self, vector, rows, start, stop):
-        """The Place of so many columns of a vector's type, packed."""
+        """The Place of these columns, packed, in the vector's type."""
         nbytes = rows * (stop - start) * vector.itemsize
         if nbytes > len(self.memory):
             raise ValueError(
-                f"staging: a chunk of {nbytes} bytes does not fit into the {len(self.memory)} that were reserved"
+                f"staging: expected chunks of at most {len(self.memory)} bytes, got {nbytes}"
             )
         return Place(self.address, nbytes, stop - start)
 
 
 class Staged(Host):
-    """Through pinned host memory, in chunks; copies have a stream of their own, so that they run beside MPI and kernels.
+    """GPU memory through pinned host memory, in chunks. Copies overlap with MPI and kernels.
 
-    With `ahead`, the next chunk to be sent is copied out while MPI carries this one (for blocking collectives, which have
-    one chunk under way: the other buffer is free).
+    They have their own stream. With `ahead`, the next chunk to send is copied out while MPI sends
+    this one: blocking collectives have one chunk in progress, so the other buffer is free.
     """
 
     name = "staged"
@@ -120,7 +124,7 @@ class Staged(Host):
         self._copies = device.xp.cuda.Stream(non_blocking=True)
         self._out = self._in = None  # deques of slots, the next one first
         self._expected = deque()  # slots that MPI is filling, in order
-        self._begun = {}  # columns that are on their way out -> their slot
+        self._begun = {}  # columns being copied out -> their slot
 
     def reserve(self, nbytes):
         self._out, self._in = (
@@ -130,10 +134,10 @@ class Staged(Host):
 
     def drop(self):
         super().drop()
-        self._copies.synchronize()  # they read and write vectors that are about to be freed
+        self._copies.synchronize()  # they use vectors that are about to be freed
 
     def outgoing(self, vector, rows, start, stop):
-        if start == 0:  # the whole vector is as it will be sent, once this is done
+        if start == 0:  # the vector's last write comes first
             self._follow()
         slot = self._begun.pop((self.device.address(vector), rows, start), None) or self._copy_out(
             vector, rows, start, stop
@@ -147,7 +151,7 @@ class Staged(Host):
         return slot.place(vector, rows, start, stop)
 
     def incoming(self, vector, rows, start, stop):
-        if start == 0:  # what was launched on the vector's memory comes first
+        if start == 0:  # the last use of the vector's memory comes first
             self._follow()
         slot = self._next(self._in)
         slot.free()
@@ -160,7 +164,7 @@ class Staged(Host):
         self.device.xp.cuda.get_current_stream().wait_event(slot.copied)
 
     def _follow(self):
-        """Copies from now on run after what is on the current stream."""
+        """Order later copies after all work on the current stream."""
         self._copies.wait_event(self.device.xp.cuda.get_current_stream().record())
 
     def _next(self, slots):
@@ -173,7 +177,7 @@ class Staged(Host):
         return slot
 
     def _copy(self, slot, vector, rows, columns, out):
-        """Start to copy columns out of a vector into a slot, or back; `slot.copied` is the event of its end."""
+        """Start copying columns from a vector to a slot, or back; `slot.copied` marks the end."""
         places = self._own(vector, rows, columns[0]), slot.place(vector, rows, *columns)
         source, target = places if out else reversed(places)
         runtime = self.device.xp.cuda.runtime
@@ -191,9 +195,9 @@ class Staged(Host):
 
 
 class Paced:
-    """One collective in chunks, at most `depth` of them under way. Made, the first are; after Wait() all have arrived.
+    """One collective in chunks, at most `depth` in progress. Starts at once; Wait() completes it.
 
-    Once its way was dropped, no further chunk is started, and what was started arrives nowhere.
+    After its way is dropped, no more chunks start, and arriving ones are discarded.
     """
 
     def __init__(self, way, cuts, post, arrived):
@@ -203,7 +207,7 @@ class Paced:
             self._next()
 
     def Wait(self):
-        """Block until the last chunk is there. Once is enough; a second time returns at once."""
+        """Block until the last chunk has arrived; a second call returns at once."""
         while self._open:
             request, cut = self._open[0]
             request.Wait()
@@ -215,7 +219,7 @@ class Paced:
         self._post = self._arrived = None  # they hold the vectors
 
     def Test(self):
-        """Whether MPI is done with it. Starts nothing, and waits for nothing."""
+        """Whether MPI is done with it. Starts nothing and does not wait."""
         more = self._left and not self._way.dropped
         return not more and all(request.Test() for request, _ in self._open)
 
@@ -225,7 +229,7 @@ class Paced:
 
 
 def check_vector(vector, length, dtype):
-    """A buffer that MPI reads or writes must be what it seems: a strided view would be sent (or filled) wrongly."""
+    """Raise ValueError unless MPI can use this buffer: a strided view would be sent wrongly."""
     if (
         vector.ndim != 1
         or not vector.flags.c_contiguous
@@ -233,13 +237,13 @@ def check_vector(vector, length, dtype):
         or vector.dtype != dtype
     ):
         raise ValueError(
-            f"message buffer: expected a contiguous vector of {length} elements of {dtype}, got shape {vector.shape},"
-            f" strides {vector.strides}, {vector.dtype}"
+            f"message buffer: expected a contiguous vector of {length} elements of {dtype}, got"
+            f" shape {vector.shape}, strides {vector.strides}, {vector.dtype}"
         )
 
 
 def ways(name, device, ledger):
-    """(the way of all-gathers, the way of reductions): both may be under way together, so their buffers are apart."""
+    """(way of all-gathers, way of reductions): they may overlap, so their buffers are separate."""
     if name == "staged":
         return Staged(device, ledger), Staged(device, ledger, ahead=True)
     way = {"host": Host, "direct": Direct}[name](device, ledger)
@@ -247,7 +251,7 @@ def ways(name, device, ledger):
 
 
 def chunks(length, limit):
-    """Cut range(length) into pieces of at most `limit` elements: [(start, stop), ...], in order, each element once."""
+    """Cut range(length) into chunks of at most `limit` elements: [(start, stop), ...], in order."""
     if limit < 1:
         raise ValueError(f"chunk limit: expected at least 1 element, got {limit}")
     return [(start, min(start + limit, length)) for start in range(0, length, limit)]

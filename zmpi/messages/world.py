@@ -1,4 +1,4 @@
-"""The processes of a run. Beside comm.py, the only file that talks to MPI; the one that imports mpi4py."""
+"""The processes of a run. Only this file imports mpi4py; only it and comm.py call MPI."""
 
 import atexit
 import ctypes
@@ -13,11 +13,11 @@ from zmpi.numbers.domains import Domain
 from zmpi.process.agree import agreed
 from zmpi.process.blas import set_threads
 from zmpi.process.guard import arm
-from zmpi.process.launch import lonely_launch
+from zmpi.process.launch import mismatched_launcher
 
 
 class _Mpi:
-    """The module mpi4py.MPI, imported (which starts MPI) at its first use: zmpi.plan runs where there is no MPI."""
+    """mpi4py.MPI, imported (which starts MPI) on first use: zmpi.plan runs without MPI."""
 
     def __getattr__(self, name):
         from mpi4py import MPI
@@ -31,12 +31,13 @@ TIMEOUT = Domain(above=True)  # seconds
 
 
 class World:
-    """The MPI processes of this run: who they are, what they were asked for, and that none of them waits for ever.
+    """The MPI processes of this run, their device, transport and reduction. None waits forever.
 
-    Making one arms the process (see guard.py). `timeout` is in seconds; a collective that takes longer ends the run.
+    Making one arms the guard (guard.py): a collective that takes longer than `timeout` seconds ends
+    the run.
     """
 
-    transport, transport_why = "host", ""  # how vectors reach MPI (see transport.py), and why so
+    transport, transport_why = "host", ""  # how vectors reach MPI (see transport.py), and why
 
     def __init__(self, device="auto", transport="auto", reduction="auto", timeout=300):
         self.mpi = MPI.COMM_WORLD
@@ -48,9 +49,8 @@ class World:
         local_rank = self._rank_on_this_node()
         with self.agreed():
             TIMEOUT.of("--timeout", timeout)
-            lonely = lonely_launch(os.environ, self.size, self.library)
-            if lonely:
-                raise ValueError(lonely)
+            if line := mismatched_launcher(os.environ, self.size, self.library):
+                raise ValueError(line)
             self.device = choose_device(device, local_rank)
             if reduction not in ("auto", "mpi", "ordered"):
                 raise ValueError(f"--reduction: expected auto, mpi or ordered; got {reduction!r}")
@@ -60,37 +60,38 @@ class World:
         self.threads = set_threads(os.environ)
 
     def twin(self, reduction=None, alone=False):
-        """This world with another reduction, or with this process as its only rank (every rank has its own then)."""
+        """This world with another reduction, or (`alone`) with this process as its only rank."""
         twin = self.part(MPI.COMM_SELF) if alone else copy(self)
         twin.reduction = reduction or self.reduction
         return twin
 
     def part(self, mpi):
-        """This world on another communicator, which is made of some of its ranks, this one among them."""
+        """This world on a communicator of some of its ranks, including this one."""
         part = copy(self)
         part.mpi, part.rank, part.size = mpi, mpi.rank, mpi.size
         part.lane = Lane(mpi, self.lane.under_way)
         return part
 
     def settle(self, started=None):
-        """Bring the ranks back into step, wherever exceptions left them. Collective.
+        """Resynchronise the ranks after exceptions. Collective.
 
-        What all ranks have started is completed. What only some have started never will be: it keeps its vectors, and
-        vectors travel on a new communicator. `started` is every rank's `lane.started`, if it is known already.
+        Completes the collectives that all ranks started. Those that only some started will never
+        complete: they keep their vectors, and a new communicator carries later ones. `started`:
+        every rank's `lane.started`, if known already.
         """
         started = self.share(self.lane.started) if started is None else started
-        with self.guard.waiting("what a step before left under way"):
+        with self.guard.waiting("an earlier step's unfinished collectives"):
             self.lane.settle(started, self.mpi.Dup)
 
     def _new_lane(self):
-        """One for the process, however many Worlds it makes."""
+        """Made once per process, however many Worlds it makes."""
         under_way = UnderWay()
         atexit.register(under_way.keep)
         with self.guard.waiting("agreement"):
             return Lane(self.mpi.Dup(), under_way)
 
     def transport_for(self, device, asked="auto"):
-        """(transport, why) of arrays on a device, "cpu" or "cuda", on this MPI. Collective; touches no GPU."""
+        """(transport, why) for arrays on a device, "cpu" or "cuda". Collective; touches no GPU."""
         kinds = self.mpi.Get_info().get("mpi_memory_alloc_kinds", "")
         answer = device, *cuda_awareness(ctypes.CDLL(MPI.__file__), kinds, os.environ)
         answers = self.share(answer)
@@ -106,12 +107,12 @@ class World:
 
     @property
     def library(self):
-        """The MPI library and its version, in one line."""
+        """The MPI library and its version, on one line."""
         return MPI.Get_library_version().split("\n")[0].strip().rstrip("\0")
 
     @property
     def standard(self):
-        """(version of the MPI standard, thread level of this process), in words."""
+        """(version of the MPI standard, name of this process's thread level)."""
         names = {
             MPI.THREAD_SINGLE: "single",
             MPI.THREAD_FUNNELED: "funneled",
@@ -120,27 +121,28 @@ class World:
         return "{}.{}".format(*MPI.Get_version()), names.get(MPI.Query_thread(), "multiple")
 
     def reduction_for(self, recipe):
-        """How gradients of this recipe are reduced, "mpi" or "ordered"; raises ValueError for what MPI cannot do."""
+        """How this recipe's gradients are reduced: "mpi" or "ordered"; ValueError if MPI cannot."""
         narrow = recipe.gradient.itemsize < 4
         if self.reduction == "mpi" and narrow:
             raise ValueError(
-                f"--reduction: mpi cannot sum {recipe.name} (MPI has no portable 16-bit float); use ordered"
+                f"--reduction: mpi cannot sum {recipe.name} (MPI has no portable 16-bit float); "
+                "use ordered"
             )
         if self.reduction == "auto":
             return "ordered" if narrow or self.device.name != "cpu" else "mpi"
         return self.reduction
 
     def share(self, thing, name="agreement"):
-        """Every rank's `thing` (small, of plain Python types), as a list in rank order, on every rank."""
+        """Every rank's `thing` (small, plain Python types), as a list in rank order. Collective."""
         with self.guard.waiting(name):
             return self.mpi.allgather(thing)
 
     def agreed(self):
-        """What goes wrong in the `with` block on any rank is one error on all (see agree.py). Collective."""
+        """Turn an error in the `with` block on any rank into one on all (agree.py). Collective."""
         return agreed(self)
 
 
 def _program():
-    """What opens a line of error: the command that is running, or zmpi."""
+    """The name that starts an error line: the running command, or zmpi."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # pdb leaves none
     return spec.name if spec and spec.name.startswith("zmpi.") else "zmpi"

@@ -1,1 +1,1 @@
-"""Numbers on one rank: what a setting may be, the types of a recipe, sums in a fixed order, the optimizers."""
+"""Numbers on one rank: the domains of settings, recipes, sums in a fixed order, optimizers."""

@@ -1,4 +1,4 @@
-"""The numbers that a setting may have: a bool is no number, and neither NaN nor infinity is in any domain."""
+"""The numbers that a setting accepts: never a bool, NaN or infinity."""
 
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -6,47 +6,47 @@ from numbers import Integral, Real
 
 import numpy as np
 
-SIZE_BOUND = 1 << 31  # no number of a model's or a batch's is as large
+SIZE_BOUND = 1 << 31  # sizes of models and batches are below this
 
 
 @dataclass(frozen=True)
 class Domain:
-    """All finite numbers from `lowest` to `highest` (or below `below`); `whole`: of these, the whole ones."""
+    """All finite numbers from `lowest` to `highest` (or below `below`); `whole`: integers only."""
 
     lowest: float = 0
     highest: float = inf
     below: float = inf
     whole: bool = False
-    above: bool = False  # whether `lowest` itself is left out
-    words: str = ""  # what errors say that was expected, if not these bounds
+    above: bool = False  # exclude `lowest` itself
+    words: str = ""  # what errors say was expected, instead of the bounds
 
     def of(self, name, value):
-        """The value as a Python int or float, whatever kind of number it is. Raises ValueError, which names the setting."""
+        """The value, of any number type, as an int or float; ValueError naming the setting."""
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             raise ValueError(f"{name}: expected {self}, got {value!r}")
         try:
             number = int(value) if self.whole else float(value)
-        except OverflowError:  # a whole number beyond every float
+        except OverflowError:  # an integer too large for a float
             number = inf
         if not self.has(number):
-            raise ValueError(f"{name}: expected {self.told(number)}, got {value}")
+            raise ValueError(f"{name}: expected {self.described(number)}, got {value}")
         return number
 
     def fits(self, value):
-        """Whether `of` would take the value."""
+        """Whether `of` would accept the value."""
         try:
             return self.of("", value) is not None
         except ValueError:
             return False
 
     def parse(self, text):
-        """The number that a text writes. Raises ValueError, in which the setting's name is left to the caller."""
+        """The number in a text; ValueError, to which the caller adds the setting's name."""
         try:
             number = int(text) if self.whole else float(text)
         except ValueError:
             raise ValueError(f"expected {self}, got {text!r}") from None
         if not self.has(number):
-            raise ValueError(f"expected {self.told(number)}, got {text}")
+            raise ValueError(f"expected {self.described(number)}, got {text}")
         return number
 
     def has(self, number):
@@ -55,8 +55,8 @@ class Domain:
         low = number > self.lowest if self.above else number >= self.lowest
         return finite and low and number <= self.highest and number < self.below
 
-    def told(self, number):
-        """The domain in words; its upper end is named where the number is beyond it."""
+    def described(self, number):
+        """The domain in words, with its upper bound if the number is beyond it."""
         if self.words:
             return self.words
         if self.below <= number < inf:
@@ -75,7 +75,7 @@ class Domain:
 
 
 def switch(name, value):
-    """The value as a bool. Raises ValueError, which names the setting, where it is none."""
+    """The value as a bool; ValueError naming the setting if it is not one."""
     if not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"{name}: expected True or False, got {value!r}")
     return bool(value)

@@ -1,6 +1,6 @@
 // Fused twins of what zmpi computes on shards; the twins' functions are in kernels.py. Follows models/prelude.cuh.
 
-// ---- sums.py -----------------------------------------------------------------------------------------------------------
+// ---- sums.py ------------------------------------------------------------------------------------
 
 // Adds n rows of `length` elements onto out, or onto zero (`fresh`), one by one from the first to the last.
 GLOBAL add_rows(const T *rows, W *out, Index n, Index length, int fresh) {
@@ -20,7 +20,7 @@ GLOBAL add_rows_rounded(const T *rows, T *out, Index n, Index length) {
     }
 }
 
-// ---- optim.py ----------------------------------------------------------------------------------------------------------
+// ---- optim.py -----------------------------------------------------------------------------------
 
 // Sums of squares, in double: each of `pieces` pieces of `length` elements is cut into `parts`, partial (pieces, parts).
 GLOBAL squares(const T *vector, double *partial, Index length, Index pieces, Index parts) {

@@ -1,4 +1,4 @@
-"""Fused twins, on CuPy's arrays, of what zmpi computes on shards: the same names and signatures, the text in kernels.cu."""
+"""Fused CuPy twins of what zmpi computes on shards: the same signatures; source in kernels.cu."""
 
 from functools import cache, partial
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 
 from models.cuda import NOTHING, contiguous, queue_kernel, wide
 
-NORM_PARTS = 64  # into which a piece of the norm is cut: a number that no device changes
+NORM_PARTS = 64  # parts of a piece of the norm: the same on every device
 
 _launch = partial(queue_kernel, source=Path(__file__).with_name("kernels.cu"))
 
@@ -64,5 +64,5 @@ def adamw(master, owned, by):
 
 @cache
 def _table(spans):
-    """(start, stop, decays) of each parameter, on the device; made once for each of a run's few slices."""
+    """(start, stop, decays) of each parameter, on the device; made once per slice."""
     return cupy.asarray(np.array(spans, np.int64).reshape(-1, 3))

@@ -1,7 +1,7 @@
-"""Optimizers over one rank's slice of a unit: element by element, in blocks that stay in cache.
+"""Optimizers on one rank's slice of a unit: element by element, in blocks that stay in cache.
 
-What is updated is a flat slice: the master weights, the gradient summed over ranks, and the moments, all of one length.
-Nothing here knows of ranks; the slices of all ranks together are updated as one vector would be.
+A slice holds master weights, the gradient summed over ranks, and moments, all of one length.
+Nothing here knows about ranks: updating all ranks' slices equals updating one vector.
 """
 
 from dataclasses import dataclass, fields
@@ -14,20 +14,20 @@ from models.twins import on_gpu
 from zmpi.numbers.domains import Domain, switch
 from zmpi.numbers.sums import round_to
 
-# elements of a block: the five vectors of a block stay within a core's second-level cache
+# elements of a block: its five vectors fit into a core's second-level cache
 CACHE_BLOCK = 1 << 16
 
 
 @dataclass
 class Slice:
-    """What the optimizer updates of one unit. Every vector is owned by the unit and changed in place."""
+    """The part of a unit that the optimizer updates, in place. The unit owns every vector."""
 
     master: np.ndarray  # weights, in the master type
-    # summed over ranks, in the gradient type; possibly still multiplied by the loss scale
+    # summed over ranks, in the gradient type; may still carry the loss scale
     gradient: np.ndarray
     moments: dict  # {name: vector in the master type}
-    decayed: list  # [(start, stop, whether weight decay applies), ...], covering the parameters (not the padding)
-    stored: np.ndarray | None = None  # the parameters, where they are the master rounded to 16 bits
+    decayed: list  # [(start, stop, whether weight decay applies), ...], without the padding
+    stored: np.ndarray | None = None  # the parameters, if they are the master rounded to 16 bits
 
     def blocks(self):
         """(start, stop, decays) of at most CACHE_BLOCK elements each, in order."""
@@ -36,14 +36,14 @@ class Slice:
                 yield first, min(first + CACHE_BLOCK, stop), decays
 
     def round(self):
-        """Bring what is stored up to date."""
+        """Round the master into the stored parameters."""
         if self.stored is not None:
             round_to(self.stored, self.master)
 
 
 BELOW_ONE = Domain(below=1)
-DOMAINS = {  # of hyperparameters, by their names, whichever optimizer has them
-    "lr": Domain(highest=1e30),  # 0: nothing is updated
+DOMAINS = {  # of hyperparameters by name, for every optimizer
+    "lr": Domain(highest=1e30),  # 0: no update
     "warmup": Domain(whole=True),
     "decay_steps": Domain(whole=True),
     "clip": Domain(),
@@ -51,7 +51,7 @@ DOMAINS = {  # of hyperparameters, by their names, whichever optimizer has them
     "beta1": BELOW_ONE,
     "beta2": BELOW_ONE,
     "momentum": BELOW_ONE,
-    # Times sqrt(1 - beta2), which is above 1e-8, it is still a float32 above 0: 0 / (0 + eps) must be a number.
+    # Times sqrt(1 - beta2) > 1e-8 it is still a positive float32: 0 / (0 + eps) must be a number.
     "eps": Domain(1e-30),
 }
 ANY_NUMBER = Domain(-inf)
@@ -59,16 +59,17 @@ ANY_NUMBER = Domain(-inf)
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """An update rule: the base class of AdamW and SGD, and of one of your own.
+    """An update rule: the base class of AdamW, SGD and your own.
 
-    A subclass is a frozen, keyword-only dataclass. Its fields are its hyperparameters: each has a default, and the domain
-    of its name in DOMAINS (one that is not there is any finite number, where its default is a number). It declares
-    `moments`, the names of the vectors that it keeps, one element per parameter, all zero at first; and it implements
-    `update`. The engine shards, books, saves and resumes moments as it does weights.
+    A subclass is a frozen, keyword-only dataclass. Its fields are its hyperparameters, each with a
+    default and the domain of its name in DOMAINS (other names: any finite number, if the default is
+    a number). It declares `moments`, the names of the vectors that it keeps: one element per
+    parameter, initially zero. It implements `update`. The engine shards, books, saves and resumes
+    moments like weights.
 
-    The base class has the learning rate's course and clipping: `lr` is reached after `warmup` updates and then kept
-    (`schedule="constant"`) or decayed by a half cosine to lr/10 at update `decay_steps` (`"cosine"`). `clip` bounds the
-    global norm of the gradient (0: off).
+    The base class has the learning rate schedule and clipping: `lr` is reached after `warmup`
+    updates, then kept (`schedule="constant"`) or decayed by a half cosine to lr/10 at update
+    `decay_steps` (`"cosine"`). `clip` bounds the gradient's global norm (0: off).
     """
 
     lr: float = 3e-4
@@ -90,12 +91,12 @@ class Optimizer:
         if self.schedule == "cosine" and self.decay_steps <= self.warmup:
             raise ValueError(
                 f"decay_steps: expected more than the warm-up's {self.warmup} steps, got"
-                f" {self.decay_steps}: a cosine schedule decays after the warm-up"
+                f" {self.decay_steps}: the cosine schedule decays after the warm-up"
             )
         if self.lr * self.weight_decay > 1:
             raise ValueError(
                 f"weight_decay: expected at most 1/lr = {1 / self.lr:g}, got {self.weight_decay:g}:"
-                " decay would turn weights over"
+                " more would flip the sign of weights"
             )
 
     def _checked(self, name, default):
@@ -107,11 +108,12 @@ class Optimizer:
         return ANY_NUMBER.of(name, value) if isinstance(default, (int, float)) else value
 
     def update(self, owned, t, factor):
-        """Update `owned`, a Slice, in place: update t (counted from 1), with the gradient multiplied by `factor`.
+        """Update `owned`, a Slice, in place: update t (from 1), with the gradient times `factor`.
 
-        Shards end anywhere: an element may depend on its own weight, gradient and moments, and on t, never on another
-        element, or the stages train differently. Walk through `owned.blocks()`, so that temporaries stay in cache; work
-        in the master's type (a gradient may have 16 bits); end with `owned.round()`.
+        Shards end anywhere, so an element may depend on t and its own weight, gradient and moments,
+        never on another element; otherwise the stages train differently. Loop over `owned.blocks()`
+        to keep temporaries in cache; compute in the master's type (a gradient may have 16 bits);
+        finish with `owned.round()`.
         """
         raise NotImplementedError
 
@@ -125,15 +127,15 @@ class Optimizer:
         return self.lr * (0.1 + 0.9 * 0.5 * (1.0 + cos(pi * along)))
 
     def clip_factor(self, norm):
-        """What the gradient is multiplied by: 1 where it is not clipped."""
+        """The factor on the gradient: 1 if it is not clipped."""
         return self.clip / norm if self.clip and norm > self.clip else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay (arXiv 1711.05101, algorithm 2), on tensors of two and more dimensions only.
+    """Adam with decoupled weight decay (arXiv 1711.05101, algorithm 2).
 
-    Embeddings are matrices and decay too; biases and norm gains do not.
+    Tensors of two or more dimensions decay (embeddings too); biases and norm gains do not.
     """
 
     weight_decay: float = 0.1
@@ -144,25 +146,20 @@ class AdamW(Optimizer):
     moments = ("m", "v")  # first and second moment, in the master type
 
     def update(self, owned, t, factor):
-        """Update a Slice in place: update t (counted from 1), with the gradient multiplied by `factor`."""
-        lr, numbers = (
-            self.rate(t),
-            {"factor": factor, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps},
-        )
-        numbers |= {"kept": 1.0 - lr * self.weight_decay, "step_size": lr / (1.0 - self.beta1**t)}
-        adamw(
-            owned.master,
-            owned,
-            SimpleNamespace(**numbers, root_of_correction=(1.0 - self.beta2**t) ** 0.5),
-        )
+        """Update a Slice in place: update t (from 1), with the gradient times `factor`."""
+        lr = self.rate(t)
+        by = SimpleNamespace(factor=factor, beta1=self.beta1, beta2=self.beta2, eps=self.eps)
+        by.kept, by.step_size = 1.0 - lr * self.weight_decay, lr / (1.0 - self.beta1**t)
+        by.root_of_correction = (1.0 - self.beta2**t) ** 0.5
+        adamw(owned.master, owned, by)
 
 
 @on_gpu
 def adamw(master, owned, by):
-    """AdamW's arithmetic on a Slice, whose `master` comes first; `by` holds the numbers of one update.
+    """AdamW's arithmetic on a Slice and its `master`; `by` holds the numbers of one update.
 
-    With g' = (1 - beta1) g, which m needs, (1 - beta2) g^2 is a multiple of g'^2; and the root of v's correction goes
-    into the step size and eps. So a block is passed over 13 times, not 16.
+    m needs g' = (1 - beta1) g, and (1 - beta2) g^2 is a multiple of g'^2; the root of v's
+    correction is folded into the step size and eps. So a block is traversed 13 times, not 16.
     """
     new, root = 1.0 - by.beta1, by.root_of_correction
     of_square = (1.0 - by.beta2) / new**2
@@ -190,7 +187,7 @@ def adamw(master, owned, by):
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):
-    """Stochastic gradient descent with (heavy-ball) momentum; weight decay, if any, is decoupled as in AdamW."""
+    """Stochastic gradient descent with (heavy-ball) momentum; weight decay is decoupled."""
 
     momentum: float = 0.0
 
@@ -199,7 +196,7 @@ class SGD(Optimizer):
         return ("momentum",) if self.momentum else ()
 
     def update(self, owned, t, factor):
-        """Update a Slice in place: update t (counted from 1), with the gradient multiplied by `factor`."""
+        """Update a Slice in place: update t (from 1), with the gradient times `factor`."""
         lr = self.rate(t)
         g = np.empty_like(owned.master, shape=min(CACHE_BLOCK, len(owned.master)))
         for start, stop, decays in owned.blocks():
@@ -211,10 +208,8 @@ class SGD(Optimizer):
             if decays and self.weight_decay:
                 p *= 1.0 - lr * self.weight_decay
             if self.momentum:
-                velocity = owned.moments["momentum"][
-                    start:stop
-                ]  # velocity = momentum x velocity + g
-                velocity *= self.momentum
+                velocity = owned.moments["momentum"][start:stop]
+                velocity *= self.momentum  # velocity = momentum x velocity + g
                 velocity += g_
                 np.copyto(g_, velocity)
             g_ *= lr
@@ -224,11 +219,11 @@ class SGD(Optimizer):
 
 @on_gpu
 def sums_of_squares(vector, pieces):
-    """The sums of squares of a vector's equal pieces, from the first to the last: a float64 array (pieces,) of the host.
+    """The sum of squares of each of a vector's equal pieces: a float64 array (pieces,) on the host.
 
-    A piece of at most CACHE_BLOCK elements is one sum of NumPy's, a longer one is added up from equal blocks: the bits depend
-    on the piece's values and length alone. Short pieces are squared several at a time, since a call costs as much as
-    some thousand elements.
+    A piece of at most CACHE_BLOCK elements is one NumPy sum, a longer one is summed in equal blocks: the
+    bits depend only on the piece's values and length. Short pieces are squared several at a time,
+    since a call costs as much as a few thousand elements.
     """
     rows = vector.reshape(pieces, len(vector) // pieces)
     length, found = rows.shape[1], []
@@ -241,7 +236,7 @@ def sums_of_squares(vector, pieces):
         for start in range(0, blocks * width, width):
             block = rows[top : top + height, start : start + width]
             wide = scratch[: block.size].reshape(block.shape)
-            np.copyto(wide, block)  # a pass of its own: faster than a square that widens as it goes
+            np.copyto(wide, block)  # widening first is faster than a widening square
             np.square(wide, out=wide)
             sums = sums + wide.sum(axis=1)
         found += sums.tolist()

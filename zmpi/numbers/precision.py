@@ -1,4 +1,4 @@
-"""Recipes: which number type each kind of state has, and so how many bytes it takes; and how a run is carried out."""
+"""Recipes: the number type, hence the bytes, of each kind of state. Policies: how a step runs."""
 
 from dataclasses import dataclass
 
@@ -14,27 +14,26 @@ WINDOW = Domain(1, below=SIZE_BOUND, whole=True)
 
 @dataclass(frozen=True)
 class Recipe:
-    """The types of one training run. It declares its bytes: the ledger, the formulas and the log take them from here."""
+    """A training run's types; the ledger, the formulas and the log take their bytes from it."""
 
     name: str
-    parameter: np.dtype  # stored, and what a gather moves
-    gradient: np.dtype  # stored, and what a reduce moves
-    # what the optimizer updates, and the type of its moments and of every sum of gradients
-    master: np.dtype
-    compute: np.dtype  # activations, and the weights that they meet
+    parameter: np.dtype  # stored, and moved by a gather
+    gradient: np.dtype  # stored, and moved by a reduce
+    master: np.dtype  # updated by the optimizer; also its moments, and every sum of gradients
+    compute: np.dtype  # activations, and the weights they are multiplied by
     partial: np.dtype  # partial gradients of parameters
 
     @property
     def own_master(self):
-        """Whether the stored parameter is its own master (no separate copy is kept)."""
+        """Whether the stored parameter is its own master (no separate copy)."""
         return self.parameter == self.master
 
     def optimizer_bytes(self, moments):
-        """K, the optimizer's bytes per parameter: the moments, and the master where it is a copy (paper, section 3.1)."""
+        """K, the optimizer's bytes per parameter: moments and master copy (paper, section 3.1)."""
         return self.master.itemsize * (moments if self.own_master else moments + 1)
 
     def bytes_per_parameter(self, moments=2):
-        """{"name", "parameters", "gradients", "optimizer"}: the recipe as the log and the planner write it, in bytes."""
+        """{"name", "parameters", "gradients", "optimizer"}, in bytes, for log and planner."""
         return {
             "name": self.name,
             "parameters": self.parameter.itemsize,
@@ -43,11 +42,9 @@ class Recipe:
         }
 
     def describe(self, moments=2):
-        """The recipe as the paper writes it, such as '2 + 2 + 12 bytes per parameter'."""
-        return (
-            f"{self.parameter.itemsize} + {self.gradient.itemsize} + {self.optimizer_bytes(moments)} bytes per parameter"
-            f" ({self.name})"
-        )
+        """The recipe in the paper's notation, such as '2 + 2 + 12 bytes per parameter'."""
+        parts = self.parameter.itemsize, self.gradient.itemsize, self.optimizer_bytes(moments)
+        return f"{' + '.join(map(str, parts))} bytes per parameter ({self.name})"
 
 
 def _recipe(name, stored, wide):
@@ -65,14 +62,12 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Policy:
-    """How a step is carried out. `prefetch` and `recompute` change no bit of it."""
+    """How a step runs. `prefetch` and `recompute` change no bit of the result."""
 
     precision: str = "float32"
-    prefetch: int = 1  # gathers that may be under way before they are needed: 0 or 1
-    recompute: bool = (
-        False  # keep a layer's input only, and run its forward again in the backward pass
-    )
-    loss_scale: float | str = "auto"  # a fixed number, or dynamic for float16 and 1 for the others
+    prefetch: int = 1  # gathers started before they are needed: 0 or 1
+    recompute: bool = False  # save only a layer's input, and repeat its forward in the backward
+    loss_scale: float | str = "auto"  # a fixed number; auto: dynamic for float16, 1 for the others
     loss_scale_window: int = 2000  # good steps after which a dynamic scale doubles
 
     def __post_init__(self):
@@ -104,19 +99,17 @@ class Policy:
         """A fresh LossScaler for this policy."""
         if self.loss_scale != "auto":
             return LossScaler(self.loss_scale, window=None)
-        dynamic = self.precision == "float16"
-        return (
-            LossScaler(LossScaler.START, self.loss_scale_window)
-            if dynamic
-            else LossScaler(1.0, window=None)
-        )
+        if self.precision == "float16":
+            return LossScaler(LossScaler.START, self.loss_scale_window)
+        return LossScaler(1.0, window=None)
 
 
 @dataclass
 class LossScaler:
-    """The factor on the loss that keeps small gradients above 16-bit underflow (arXiv 1710.03740, section 3.2).
+    """The factor on the loss that keeps small gradients from underflowing in 16 bits.
 
-    It is part of the training state: `scale` and `good_steps` are saved and resumed. A fixed scale has no `window`.
+    See arXiv 1710.03740, section 3.2. Part of the training state: `scale` and `good_steps` are
+    saved and resumed. A fixed scale has no `window`.
     """
 
     scale: float
@@ -127,11 +120,11 @@ class LossScaler:
     HIGHEST = float(LOSS_SCALE.highest)
 
     def after_step(self, overflow):
-        """Halve after an overflow (never below 1), double after `window` good steps (never above HIGHEST)."""
+        """Halve after an overflow (not below 1), double after `window` good steps (to HIGHEST)."""
         if self.window is None:
             return
         self.good_steps = 0 if overflow else self.good_steps + 1
         if overflow:
             self.scale = max(1.0, self.scale / 2)
-        elif self.good_steps >= self.window:  # more than that after a load into a shorter window
+        elif self.good_steps >= self.window:  # more after resuming with a shorter window
             self.scale, self.good_steps = min(self.HIGHEST, self.scale * 2), 0

@@ -1,4 +1,4 @@
-"""What ranks agree on: that nothing went wrong on any of them, and that all were given the same. Collective."""
+"""Agreement between ranks: an error on one is an error on all, settings are equal. Collective."""
 
 import hashlib
 from contextlib import contextmanager
@@ -7,12 +7,12 @@ from numbers import Number
 
 from zmpi.process.errors import UsageError
 
-LONG = 200  # characters that one can compare by eye
+LONG = 200  # characters; a longer setting is shown by its checksum
 
 
 @contextmanager
 def agreed(world):
-    """What goes wrong inside on any rank is one error on all: ValueError, OSError and MemoryError become UsageError."""
+    """Turn a ValueError, OSError or MemoryError inside, on any rank, into a UsageError on all."""
     problem = None
     try:
         yield
@@ -28,23 +28,22 @@ def agreed(world):
 
 
 def same_on_all_ranks(world, settings):
-    """Raise UsageError on all ranks for the first of the {name: setting} that is not the same on all."""
+    """Raise UsageError on all ranks for the first of {name: setting} that differs between ranks."""
     mine = {name: _told(setting) for name, setting in settings.items()}
     everyone = world.share(mine)
     for name, told in everyone[0].items():
         for rank, others in enumerate(everyone):
             if others[name] != told:
                 raise UsageError(
-                    f"{name}: {told} on rank 0, {others[name]} on rank {rank}: all ranks need the same"
+                    f"{name}: expected the same on all ranks, got {told} on rank 0 and "
+                    f"{others[name]} on rank {rank}"
                 )
 
 
 def _told(setting):
-    """A setting in words that are the same for the same setting; a long one by its checksum."""
+    """A setting as text, equal for equal settings; a long one as its checksum."""
     plain = isinstance(setting, (Number, str, dict)) or is_dataclass(setting)
     words = str(setting) if plain else type(setting).__name__
-    return (
-        words
-        if len(words) <= LONG
-        else f"one of SHA-256 {hashlib.sha256(words.encode()).hexdigest()[:12]}"
-    )
+    if len(words) <= LONG:
+        return words
+    return f"one with SHA-256 {hashlib.sha256(words.encode()).hexdigest()[:12]}"

@@ -1,7 +1,7 @@
-"""NumPy's BLAS: how many threads it has, and for which processor its kernels were written.
+"""NumPy's BLAS: its number of threads, and the processor its kernels target.
 
-A BLAS reads the environment once, when it is loaded. It takes the first of its variables that begins with a number above
-0, at most the number of cores; any other value is to it as good as none. Later only the library itself knows: ask it.
+A BLAS reads the environment once, on loading. It takes the first of its variables that starts with
+a number above 0, capped at the number of cores, and ignores other values. Later, ask the library.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from pathlib import Path
 from zmpi.process.cores import share_of_cores
 
 OPENMP = "OMP_NUM_THREADS"
-READS = {  # a part of the library's file name -> the variables it reads, the first before the next
+READS = {  # part of the library's file name -> the variables it reads, in order of precedence
     "openblas": (
         "OPENBLAS_NUM_THREADS",
         "OPENBLAS_DEFAULT_NUM_THREADS",
@@ -26,14 +26,14 @@ GET_THREADS = [name.format("get_num_threads") for name in SYMBOLS] + ["MKL_Get_M
 SET_THREADS = [name.format("set_num_threads") for name in SYMBOLS] + ["MKL_Set_Num_Threads"]
 GET_KERNELS = [name.format("get_corename") for name in SYMBOLS]
 KERNELS = "OPENBLAS_CORETYPE"
-KERNELS_256 = "Haswell"  # the first processor that they were written for
+KERNELS_256 = "Haswell"  # the first processor they were written for
 
 
 def set_threads(environ) -> int:
-    """Give each rank its share of the node's cores as BLAS threads, in `environ`; returns how many the BLAS has.
+    """Give this rank its share of the node's cores as BLAS threads; returns how many it gets.
 
-    A number that the user has set for a BLAS stays. Where NumPy is loaded already (a script that imports it before zmpi)
-    its BLAS is told directly, and asked; else the number is what it is about to read.
+    A number that you set is kept. If NumPy is already loaded (a script imported it before zmpi),
+    its BLAS is set and queried directly; otherwise it will read the number from `environ`.
     """
     share = share_of_cores(environ)
     libraries = _loaded_blas() if "numpy" in sys.modules else []
@@ -43,17 +43,18 @@ def set_threads(environ) -> int:
     for variables in READS.values():
         if _number(environ, variables) is None:
             environ[variables[0]] = str(share)
-    if _number(environ, [OPENMP]) is None:  # for a BLAS that was built with OpenMP
+    if _number(environ, [OPENMP]) is None:  # for a BLAS built with OpenMP
         environ[OPENMP] = str(share)
     answers = (_call(library, GET_THREADS) for _, library in libraries)
     return next((answer for answer in answers if answer), _number(environ, READS["openblas"]))
 
 
 def choose_kernels(environ, cpuinfo="/proc/cpuinfo") -> bool:
-    """On AMD's Zen 4, let OpenBLAS take its kernels of 256 bits; returns whether it was told.
+    """On AMD's Zen 4, let OpenBLAS use its 256-bit kernels; returns whether they were chosen.
 
-    It takes those of 512 bits there, since it looks for the instructions. Zen 4 runs them as two halves: float32 products
-    of a small GPT are 7 to 9 % slower. Zen 4 is the one family 25 that has them. A value the user set is kept.
+    OpenBLAS finds AVX-512 and uses its 512-bit kernels, but Zen 4 runs each in two halves: float32
+    products of a small GPT are 7 to 9 % slower. Only Zen 4 in family 25 has AVX-512. A value that
+    you set is kept.
     """
     try:
         text = Path(cpuinfo).read_text(errors="replace").partition("\n\n")[0]  # the first core's
@@ -68,7 +69,7 @@ def choose_kernels(environ, cpuinfo="/proc/cpuinfo") -> bool:
 
 
 def kernels_in_use() -> str:
-    """The processor for which the loaded OpenBLAS's kernels were written; "unknown" where there is none (or no Linux)."""
+    """The processor targeted by the loaded OpenBLAS's kernels; "unknown" without one, or Linux."""
     answers = (
         _call(library, GET_KERNELS, returns=ctypes.c_char_p) for _, library in _loaded_blas()
     )
@@ -76,13 +77,13 @@ def kernels_in_use() -> str:
 
 
 def _number(environ, variables):
-    """The number that a BLAS takes from these variables, None where it takes none."""
+    """The number of threads that a BLAS takes from these variables, or None."""
     found = (re.match(r"\s*\+?(\d+)", environ.get(name, "")) for name in variables)
     return next((int(digits[1]) for digits in found if digits and int(digits[1])), None)
 
 
 def _call(library, names, *arguments, returns=ctypes.c_int):
-    """Call the one of these functions that the library has; None where it has none."""
+    """Call the first of these functions that the library has; None if it has none."""
     for name in names:
         if hasattr(library, name):
             function = getattr(library, name)
@@ -92,7 +93,7 @@ def _call(library, names, *arguments, returns=ctypes.c_int):
 
 
 def _loaded_blas() -> list:
-    """[(kind, ctypes library), ...] of every BLAS in this process, NumPy's own first (Linux; elsewhere none)."""
+    """[(kind, ctypes library), ...]: every BLAS in this process, NumPy's own first (Linux only)."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             paths = {line.split(maxsplit=5)[5].strip() for line in maps if ".so" in line}

@@ -1,14 +1,14 @@
-"""What a container or a batch system lends of this machine: the limits of Linux's control groups.
+"""The limits that a container or batch system sets through Linux's control groups.
 
-Version 2 has one hierarchy of folders, version 1 one for each controller. A group's limit holds for all groups below it,
-so the smallest on the way from a process's group up to the root counts. A container often sees its own group as the root,
-and a path in /proc that is missing there.
+Version 2 has one hierarchy of folders, version 1 one per controller. A group's limit also binds all
+groups below it, so the smallest limit between a process's group and the root counts. A container
+often sees its own group as the root, and a path in /proc that does not exist there.
 
-    file                                version 2                  version 1
-    cores: quota / period               cpu.max                    cpu.cfs_quota_us / cpu.cfs_period_us
-    bytes that may be used              memory.max                 memory.limit_in_bytes
-    bytes that are used                 memory.current             memory.usage_in_bytes
-    of them files, which can be dropped memory.stat inactive_file  memory.stat total_inactive_file
+    file                   version 2                  version 1
+    cores: quota / period  cpu.max                    cpu.cfs_quota_us / cpu.cfs_period_us
+    bytes allowed          memory.max                 memory.limit_in_bytes
+    bytes in use           memory.current             memory.usage_in_bytes
+      of these, droppable  memory.stat inactive_file  memory.stat total_inactive_file
 """
 
 from math import inf
@@ -16,17 +16,17 @@ from pathlib import Path
 
 
 def core_quota(process="self", system="/") -> float:
-    """How many cores' time the process may take, inf where nothing limits it. `system`: the root of /proc and /sys."""
+    """How many cores' time the process may use, inf if unlimited. `system`: root of /proc, /sys."""
     return min((_quota(group) for group in _groups("cpu", process, system)), default=inf)
 
 
 def memory_max(system="/") -> float:
-    """The bytes that this process and those that share its groups may use together, inf where nothing limits them."""
+    """Bytes that this process and others in its groups may use together, inf if unlimited."""
     return min((limit for limit, _ in _memory(system)), default=inf)
 
 
 def memory_left(system="/") -> float:
-    """The bytes of them that are not in use."""
+    """The bytes of `memory_limit` not in use."""
     return min((limit - used for limit, used in _memory(system) if limit < inf), default=inf)
 
 
@@ -66,12 +66,12 @@ def _memory(system):
 
 
 def _number(text):
-    """A limit; inf for "max", -1 and nothing."""
+    """A limit; inf for "max", "-1" and ""."""
     return int(text) if text.strip().isdecimal() else inf
 
 
 def _read(path):
-    """A file's text; "" where it is missing or hidden."""
+    """A file's text; "" if it is missing or unreadable."""
     try:
         return path.read_text()
     except OSError:

@@ -1,4 +1,7 @@
-"""How the ranks of a node share its cores. Needed before MPI and NumPy are loaded: both read the environment once."""
+"""How a node's ranks share its cores.
+
+Used before MPI and NumPy load: both read the environment once.
+"""
 
 import os
 from math import inf
@@ -12,8 +15,8 @@ SYSTEM = "/"  # the root of /proc and /sys
 def usable_cores(environ) -> tuple[int, int]:
     """(cores this process may use, cores all ranks of this node may use together).
 
-    The second is what the parent, the launcher's node process, may use: fewer than the machine has where a container or
-    Slurm lends a part of it, and more than the first where the launcher binds every rank to cores of its own.
+    The second is what the parent, the launcher's process on this node, may use: less than the whole
+    machine in a container or under Slurm, more than the first if the launcher pins each rank.
     """
     own, together = _whole(core_quota("self", SYSTEM)), _whole(core_quota(os.getppid(), SYSTEM))
     if not hasattr(os, "sched_getaffinity"):
@@ -22,7 +25,7 @@ def usable_cores(environ) -> tuple[int, int]:
         bound = len(os.sched_getaffinity(0))
         try:
             parents = max(bound, len(os.sched_getaffinity(os.getppid())))
-        except OSError:  # the parent is gone, or hidden from this name space
+        except OSError:  # the parent is gone, or in another namespace
             parents = bound
     lent = environ.get("SLURM_CPUS_ON_NODE", "")
     lent = int(lent) if lent.isdecimal() and int(lent) else inf
@@ -36,9 +39,9 @@ def share_of_cores(environ) -> int:
 
 
 def wait_politely(environ) -> bool:
-    """Where a node has more ranks than cores, let MPICH's waiting ranks give up theirs; returns whether it has.
+    """On a node with more ranks than cores, let MPICH's waiting ranks yield; returns whether it is.
 
-    MPI waits in a busy loop, which holds a core that the awaited rank may need. A value the user set is kept.
+    MPI waits in a busy loop, on a core that the awaited rank may need. A value you set is kept.
     """
     crowded = ranks_on_this_node(environ) > usable_cores(environ)[1]
     if crowded:
@@ -47,5 +50,5 @@ def wait_politely(environ) -> bool:
 
 
 def _whole(quota):
-    """Cores that are there all the time: a thread on a part of one would hold up the others."""
+    """Whole cores: a thread with part of a core would hold up the others."""
     return max(1, int(quota)) if quota < inf else inf

@@ -1,4 +1,4 @@
-"""How one rank ends all: it says why, and aborts. Where several ranks find a fault together, one of them speaks."""
+"""How one rank ends all: it prints why, and aborts. If several find a fault at once, one prints."""
 
 import faulthandler
 import os
@@ -8,23 +8,23 @@ from contextlib import suppress
 from zmpi.process.clock import rest
 from zmpi.process.hooks import say
 
-SETTLE = 0.5  # seconds in which ranks that find a fault together learn of each other
-ANSWER = 2.0  # seconds in which a living rank answers
-DRAIN = 0.1  # seconds left to the launcher to carry the last line out
-PATIENCE = 8.0  # seconds after which a rank dies without a word where it cannot end (its stderr is blocked, say)
-SHARED = "/dev/shm/mpich_shm_"  # how the names of MPICH's shared memory begin
-ABORT = 3.0  # seconds for MPI's abort, in which no other thread of Python may run
+SETTLE = 0.5  # seconds for ranks that find a fault together to learn of each other
+ANSWER = 2.0  # seconds within which a live rank answers
+DRAIN = 0.1  # seconds for the launcher to forward the last line
+PATIENCE = 8.0  # seconds before a rank that cannot end (a blocked stderr, say) exits silently
+SHARED = "/dev/shm/mpich_shm_"  # prefix of MPICH's shared memory files
+ABORT = 3.0  # seconds for MPI_Abort, which may block all Python threads
 
 
 class Ending:
-    """The end of all ranks. It begins at most once in a process, on whichever thread finds a fault first."""
+    """Ends all ranks; begins at most once per process, on the first thread that finds a fault."""
 
     def __init__(self, messages, abort):
         self._messages, self._abort = messages, abort
         self._first, self._begun = threading.Lock(), threading.Event()
 
     def watch(self) -> None:
-        """Start the thread that ends this process where its end takes too long: at the exit it is too late for one."""
+        """Start the thread that exits if ending takes too long: too late to start one at exit."""
         threading.Thread(target=self._lose_patience, name="zmpi patience", daemon=True).start()
 
     @property
@@ -33,10 +33,10 @@ class Ending:
         return self._begun.is_set()
 
     def end(self, status: int, line: str, words) -> None:
-        """End all ranks with `status`; returns where the end has begun already, or another rank is to speak.
+        """End all ranks with `status`; returns if the end has begun, or another rank will print.
 
-        line: the fault, "rank R: ...", or "" for a report of all ranks; words(others): what is printed, `others` being
-        the lines of the ranks that found other faults at the same time.
+        line: the fault, "rank R: ...", or "" for a report of all ranks; words(others): the text to
+        print, where `others` are the lines of ranks that found other faults at the same time.
         """
         if not self._first.acquire(blocking=False):
             return
@@ -44,7 +44,7 @@ class Ending:
         remove_shared_files()
         if not self._may_speak(line):
             return
-        fault = line.partition(": ")[2]  # after the rank: another that found the same is not named
+        fault = line.partition(": ")[2]  # without the rank: print the same fault once
         claims = sorted(self._messages.claims.items())
         say(words([other for _, other in claims if other.partition(": ")[2] != fault]))
         rest(DRAIN)
@@ -55,9 +55,9 @@ class Ending:
         os._exit(status)
 
     def _may_speak(self, line: str) -> bool:
-        """True on one of the ranks that found a fault: the first, and the lowest of those that find it together."""
+        """Whether this rank prints: the first that found a fault, the lowest if several did."""
         messages = self._messages
-        if not messages.can_talk:  # the lowest speaks first, and its abort ends the others
+        if not messages.can_talk:  # the lowest rank prints first, and its abort ends the others
             rest(min(messages.rank * 3 * DRAIN, ANSWER))
             return True
         if messages.claims:
@@ -73,12 +73,12 @@ class Ending:
 
 
 def remove_shared_files() -> None:
-    """Remove the names of MPICH's shared memory (2 to 4 MB in /dev/shm), which every rank of this node has mapped.
+    """Unlink MPICH's shared memory files (2 to 4 MB in /dev/shm), mapped by this node's ranks.
 
-    MPICH does so in MPI_Finalize only, which no run reaches that ends by MPI_Abort. The memory itself stays until the
-    last rank is gone. Linux; elsewhere nothing happens.
+    MPICH does so only in MPI_Finalize, which an aborted run never reaches. The memory itself lives
+    until the last rank is gone. Does nothing outside Linux.
     """
     with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for path in {line.split(maxsplit=5)[-1].strip() for line in maps if SHARED in line}:
-            with suppress(OSError):  # another rank was first
+            with suppress(OSError):  # another rank did it
                 os.unlink(path)

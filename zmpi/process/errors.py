@@ -1,19 +1,19 @@
-"""The errors on which all ranks agree."""
+"""Errors that every rank raises together."""
 
 
 class Agreed(Exception):
-    """An error which all ranks raise together: rank 0 prints one line, no traceback, and all exit with `status`."""
+    """An error on all ranks at once: rank 0 prints one line, no traceback; all exit by `status`."""
 
     status = 1
 
 
 class UsageError(Agreed):
-    """Something was asked for that cannot be done."""
+    """The user asked for something that cannot be done."""
 
     status = 2
 
 
 def one_line(text) -> str:
-    """A message as it is printed: its lines joined, and "?" for what a terminal would obey (a file may have put it there)."""
+    """The message on one line, with "?" for control characters (a file may have put them there)."""
     line = " ".join(str(text).splitlines())
     return "".join(character if character.isprintable() else "?" for character in line)

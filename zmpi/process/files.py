@@ -1,7 +1,7 @@
-"""Files that are read whole, and what all files on disk need. What is read may be damaged, or come from anyone. No MPI here.
+"""Reading files whole, and syncing them to disk. The content may be damaged, or come from anyone.
 
-A file is opened only if it is a regular one (a pipe would wait for its writer, a device may never end), read only up to a
-bound, and its JSON may neither nest without end nor hold numbers that are not finite.
+Only regular files are opened (a pipe would block, a device may never end) and read up to a bound.
+JSON may not nest too deeply, nor hold numbers that are not finite.
 """
 
 import errno
@@ -10,8 +10,8 @@ import os
 import stat
 from contextlib import contextmanager
 
-JSON_BYTES = 64 << 20  # of a manifest: 5 TB of state have 60 MB of block sums
-UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # of a folder's fsync: CIFS, FUSE
+JSON_BYTES = 64 << 20  # enough for a manifest: 5 TB of state have 60 MB of block sums
+UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # fsync of a folder on CIFS, FUSE
 LOST = (errno.ENOENT, errno.EIO, errno.ESTALE)
 
 
@@ -21,7 +21,7 @@ class Damaged(ValueError):
 
 @contextmanager
 def named(path):
-    """The operating system's errors become ValueErrors that name the file in one line."""
+    """Turn the operating system's errors into one-line ValueErrors that name the file."""
     try:
         yield
     except OSError as error:
@@ -30,7 +30,7 @@ def named(path):
 
 
 def open_file(path, buffering=-1):
-    """Open a regular file for reading. Raises ValueError for anything else."""
+    """Open a regular file for reading; ValueError for anything else."""
     with named(path):
         file = open(path, "rb", buffering, opener=_without_waiting)  # noqa: SIM115  (the caller's)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -40,7 +40,7 @@ def open_file(path, buffering=-1):
 
 
 def read_file(path, most):
-    """The bytes of a file. Raises ValueError for one of more than `most` bytes."""
+    """The bytes of a file; ValueError if it has more than `most`."""
     with open_file(path) as file, named(path):
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -49,22 +49,22 @@ def read_file(path, most):
 
 
 def read_json(path, most=JSON_BYTES):
-    """What a JSON file holds. Raises ValueError where it is too long, nested too deeply, or no JSON."""
+    """The content of a JSON file; ValueError if it is too long, nested too deeply, or not JSON."""
     return parse_json(read_file(path, most), path)
 
 
 def parse_json(content, path):
-    """What JSON text (bytes) holds. Raises ValueError, which names the file, for text that is none."""
+    """The content of JSON text (bytes); ValueError, naming the file, if it is not JSON."""
     try:
         return json.loads(content, parse_constant=_refuse_constant)
     except RecursionError:
-        raise ValueError(f"{path}: JSON that is nested too deeply") from None
+        raise ValueError(f"{path}: JSON nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
 
 
 def sync_folder(path):
-    """Make sure that a folder's entries (new files, renames) are on disk; False where the file system cannot do that."""
+    """Flush a folder's entries (new files, renames) to disk; False if the file system cannot."""
     with named(path):
         folder = os.open(path, os.O_RDONLY)
         try:
@@ -79,7 +79,7 @@ def sync_folder(path):
 
 
 def write_text(path, text):
-    """Write a small file and make sure that it is on disk."""
+    """Write a small file and flush it to disk."""
     with named(path), open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -1,16 +1,16 @@
-"""The protocol of the watchdog: the messages that the guards of the ranks exchange, and what this one has heard.
+"""The watchdog's protocol: the messages that ranks' guards exchange, and what this one received.
 
-    message    from, to                                     says                            kept in
-    claim      a rank that found a fault, to all            its line of error               claims
-    ask        a rank that waited too long, to all          (nothing: it wants an answer)
-    answer     the rank that was asked, to the asking one   waits entered, what it does     answers
-    exit       a rank that exits, to all                    waits entered                   exited
-    abandoned  a rank left waiting, to the exited rank      the collective it waits in      abandoned
-    roll call  every rank, to all, before there is a        None: it makes a World; or      the returned dict
-               private communicator: on the world's own     (status, how it exited)
+    message    from -> to                                content                     kept in
+    claim      a rank that found a fault -> all          its error line              claims
+    ask        a rank that waited too long -> all        (a request for an answer)
+    answer     the rank that was asked -> the asker      waits entered, whereabouts  answers
+    exit       an exiting rank -> all                    waits entered               exited
+    abandoned  a rank left waiting -> the exited rank    the collective it waits in  abandoned
+    roll call  every rank -> all, over the world's own   None: it makes a World; or  (returned)
+               communicator, before there is a private   (status, how it exited)
 
-A message is the tuple (name, sender's rank, what it says...). It only ever probes and tests: a blocking MPI call would
-hold a core. What follows from a message is for guard.py.
+A message is a tuple (name, sender's rank, content...). This file only probes and tests: a blocking
+MPI call would occupy a core. guard.py decides what to do about a message.
 """
 
 import ctypes
@@ -18,43 +18,43 @@ import threading
 
 from zmpi.process.clock import running
 
-PAUSE = 0.01  # seconds between two looks while an answer is awaited
-LAST = 1.0  # seconds for what an exiting rank has sent and others have not taken
-ROLL_CALL = 24242  # tag of the roll call, the one message that uses the world's own communicator
+PAUSE = 0.01  # seconds between two polls for an answer
+LAST = 1.0  # seconds for others to receive what an exiting rank has sent
+ROLL_CALL = 24242  # tag of the only message on the world's own communicator
 
 
 class GuardMessages:
-    """What this rank's guard tells the others', and has heard from them.
+    """Sends this guard's messages, and keeps those it received.
 
-    comm: the communicator of all ranks; whereabouts(): (waits entered, what this rank is doing), the answer to `ask`;
-    clock: the guard's RunningClock.
+    comm: the communicator of all ranks; whereabouts(): (waits entered, what this rank is doing),
+    the answer to `ask`; clock: the guard's RunningClock.
     """
 
     def __init__(self, comm, whereabouts, clock):
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.claims = {}  # rank: line
         self.answers = {}  # rank: (waits entered, what it is doing)
-        self.exited = {}  # rank: (waits entered, time heard)
-        self.abandoned = None  # the collective in which others wait for this rank, which has exited
+        self.exited = {}  # rank: (waits entered, time received)
+        self.abandoned = None  # the collective in which others wait for this exited rank
         self._comm, self._whereabouts, self._clock = comm, whereabouts, clock
-        self._private = None  # the duplicate on which the guards talk
+        self._private = None  # the duplicate communicator that the guards use
         self._sent = []  # requests, each with its message
-        self._sending = threading.Lock()  # both the main thread and the guard's send
+        self._sending = threading.Lock()  # the main thread and the guard's both send
 
     @property
     def can_talk(self) -> bool:
-        """Whether all ranks have met, so that their guards can talk."""
+        """Whether all ranks have met, so that their guards can exchange messages."""
         return self._private is not None
 
     def open(self) -> None:
-        """Make the private communicator. Collective; it blocks, so all ranks must have answered the roll call."""
+        """Make the private communicator. Collective and blocking: only after a full roll call."""
         self._private = self._comm.Dup()
 
     def roll_call(self, word, seconds: float) -> dict:
-        """Tell all ranks one word, and hear theirs: rank -> None (it makes a World) or (status, how it exited).
+        """Exchange a word with all ranks: None (it makes a World) or (status, how it exited).
 
-        Only polls: a blocking Dup could not say which rank is missing. A rank that makes a World needs to hear of one
-        exit only, a rank that exits hears all.
+        Returns {rank: word}. Polls, since a blocking Dup could not say which rank is missing. A
+        rank that makes a World stops at the first exit; a rank that exits waits for all.
         """
         heard = {self.rank: None}
         self._send(self._comm, word, range(self.size), ROLL_CALL)
@@ -72,7 +72,7 @@ class GuardMessages:
         self._tell("claim", range(self.size), line)
 
     def ask_all(self, seconds: float) -> dict:
-        """Where every rank is, as far as it answers in time: rank -> (waits entered, what it is doing)."""
+        """rank -> (waits entered, what it is doing), for all ranks that answer within `seconds`."""
         self.answers = {self.rank: self._whereabouts()}
         self._tell("ask", range(self.size))
         self.listen(seconds, self.answers)
@@ -85,11 +85,11 @@ class GuardMessages:
         self._tell("exit", range(self.size), count)
 
     def say_abandoned(self, rank: int, name: str) -> None:
-        """Tell an exited rank that this one waits in a collective that it never entered."""
+        """Tell an exited rank that this one waits in a collective which that rank never entered."""
         self._tell("abandoned", [rank], name)
 
     def receive(self) -> None:
-        """Take in all messages that have arrived."""
+        """Receive all messages that have arrived."""
         while self._private is not None and (message := self._private.improbe()) is not None:
             match message.recv():
                 case "claim", rank, line:
@@ -104,14 +104,14 @@ class GuardMessages:
                     self.abandoned = name
 
     def listen(self, seconds: float, heard: dict) -> None:
-        """Receive for `seconds`, or until every rank is in `heard`."""
+        """Receive for `seconds`, or until `heard` has every rank."""
         for _ in running(seconds, PAUSE):
             self.receive()
             if len(heard) == self.size:
                 break
 
     def finish(self) -> None:
-        """Complete what was sent, at exit. What is still open then is never freed: the interpreter ends before MPI does."""
+        """Complete the sends, at exit. Open ones are never freed: Python ends before MPI does."""
         for _ in running(LAST, PAUSE):
             with self._sending:
                 self._drop_complete()
@@ -126,7 +126,7 @@ class GuardMessages:
         self._send(self._private, (what, self.rank, *facts), ranks)
 
     def _send(self, comm, message, ranks, tag=0) -> None:
-        """Start to send. A request holds its message, so each is kept until it is complete."""
+        """Start to send. A request holds its message, so it is kept until complete."""
         with self._sending:
             self._drop_complete()
             self._sent += [

@@ -1,7 +1,7 @@
-"""The process's own hooks, taken for the guard: uncaught exceptions, sys.exit, the exit itself, signals, forks, streams.
+"""The process hooks that the guard uses: uncaught exceptions, sys.exit, exits, signals, forks.
 
-Python runs a signal's handler on the main thread, between two of its instructions, so never while that thread stands
-inside MPI. Therefore a thread reads the signals: from the wake-up descriptor, into which the C handler writes at once.
+Python runs signal handlers on the main thread, between instructions, so never while that thread is
+inside MPI. So a thread reads signals from the wake-up descriptor, which the C handler writes to.
 """
 
 import atexit
@@ -15,15 +15,15 @@ END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Hooks:
-    """What was hooked in, and what came through. One per process, never taken out except in a forked child."""
+    """The installed hooks and what they saw. One per process; removed only in a forked child."""
 
     def __init__(self):
-        self.status = None  # that sys.exit was last called with; None: not called
+        self.status = None  # of the last sys.exit; None: not called
         self._before = sys.excepthook, threading.excepthook, sys.exit
         self._ear = self._voice = None  # the two ends of the wake-up pipe
 
     def take_exceptions(self, uncaught, threads: bool) -> None:
-        """uncaught(kind, error, trace) is called for what no one caught; on other threads than the main one if `threads`."""
+        """Call uncaught(kind, error, trace) for uncaught exceptions; `threads`: of any thread."""
         sys.excepthook = uncaught
         if threads:
             threading.excepthook = lambda args: uncaught(
@@ -31,13 +31,13 @@ class Hooks:
             )
 
     def take_exits(self, leave) -> None:
-        """leave() is called when the process exits, before MPI is finalized; `status` is known by then."""
+        """Call leave() when the process exits, before MPI is finalized, once `status` is known."""
         sys.exit = self._exit
         atexit.register(leave)
         os.register_at_fork(after_in_child=lambda: self._leave_child_alone(leave))
 
     def take_signals(self, numbers) -> None:
-        """Let those of the signals that are at their default action be `heard`; a script's own handlers stay."""
+        """Deliver these signals to `heard` if at their default action; a script's handlers stay."""
         self._ear, self._voice = os.pipe()
         os.set_blocking(self._voice, False)
         if threading.current_thread() is threading.main_thread():
@@ -47,7 +47,7 @@ class Hooks:
             signal.set_wakeup_fd(self._voice, warn_on_full_buffer=False)
 
     def heard(self, seconds) -> list:
-        """The signals that came; waits for one or for `wake`, at most so many seconds (None: for ever)."""
+        """The signals received; waits for one or for `wake`, at most `seconds` (None: forever)."""
         ready, _, _ = select.select([self._ear], [], [], seconds)
         numbers = os.read(self._ear, 512) if ready else b""
         return [
@@ -59,30 +59,28 @@ class Hooks:
         os.write(self._voice, b"\0")
 
     def report_as_before(self, kind, error, trace) -> None:
-        """Hand an exception to the excepthook that was there first."""
+        """Pass an exception to the previous excepthook."""
         self._before[0](kind, error, trace)
 
     def _exit(self, status=None):
-        """sys.exit that remembers: nothing tells an atexit handler the status."""
+        """sys.exit that records its status: an atexit handler has no other way to know it."""
         self.status = status if isinstance(status, int) else int(status is not None)
         raise SystemExit(status)
 
     def _leave_child_alone(self, leave) -> None:
-        """A forked child is no rank: its faults are its own."""
+        """A forked child is not a rank: its faults are its own."""
         atexit.unregister(leave)
         sys.excepthook, threading.excepthook, sys.exit = self._before
         if self._ear is not None:
             signal.set_wakeup_fd(-1)
         for number in END_SIGNALS:
             if signal.getsignal(number) is _by_the_thread:
-                signal.signal(
-                    number,
-                    signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
-                )
+                interrupt = number == signal.SIGINT
+                signal.signal(number, signal.default_int_handler if interrupt else signal.SIG_DFL)
 
 
 def say(text: str) -> None:
-    """One write to stderr, then what the script itself had buffered; a closed terminal is no reason to go on."""
+    """Write to stderr, then flush the script's own stdout; a closed terminal is ignored."""
     for stream, last in ((sys.stderr, text), (sys.stdout, "")):
         try:
             stream.write(last)
@@ -92,4 +90,4 @@ def say(text: str) -> None:
 
 
 def _by_the_thread(number, frame) -> None:
-    """The signal's Python handler: `heard` has read the number from the wake-up descriptor."""
+    """The signals' Python handler: empty, as `heard` reads the wake-up descriptor."""

@@ -1,12 +1,12 @@
-"""What the launcher says before MPI is up: how many ranks share this node, and does it fit the MPI library."""
+"""What the launcher's variables say before MPI starts: ranks per node, and a mismatched library."""
 
 import os
 import re
 import sys
 import time
 
-# Ranks on this node. The innermost launcher first: mpirun runs inside a Slurm allocation, not the other way round.
-# Slurm writes one entry a node, "4(x2),3"; the largest is taken, since a rank does not know which node is its own.
+# Ranks on this node. Innermost launcher first: mpirun runs inside a Slurm allocation, not the other
+# way round. Slurm lists all nodes, "4(x2),3"; take the largest, as a rank does not know its node.
 ON_THIS_NODE = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
@@ -26,7 +26,7 @@ LAUNCHERS = (
     ("PMIX_RANK", "a PMIx launcher"),
     ("PMI_SIZE", "a PMI launcher"),
 )
-# A rank's number, and what the same launcher always sets with it.
+# A rank's number, and the variable that the same launcher always sets with it.
 RANKS = (
     ("PMI_RANK", "PMI_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -38,26 +38,23 @@ LINGER = 1.0  # seconds, see end_before_mpi
 
 
 def ranks_on_this_node(environ) -> int:
-    """How many ranks the launcher started on this node, at least 1."""
+    """The number of ranks that the launcher started on this node, at least 1."""
     for name in ON_THIS_NODE:
-        counts = [
-            int(count)
-            for count in re.findall(r"\d+", re.sub(r"\(x\d+\)", "", environ.get(name, "")))
-        ]
-        if counts and max(counts) > 0:
-            return max(counts)
+        counts = re.findall(r"\d+", re.sub(r"\(x\d+\)", "", environ.get(name, "")))
+        if (most := max(map(int, counts), default=0)) > 0:
+            return most
     return 1
 
 
 def launcher(environ) -> str:
-    """The launcher's name, as far as the environment tells; "no launcher" where nothing does."""
+    """The launcher's name as the environment tells it, or "no launcher"."""
     return next((name for variable, name in LAUNCHERS if variable in environ), "no launcher")
 
 
 def launched_rank(environ) -> int:
-    """This process's number among those that a launcher started, as its variables say; 0 without a launcher.
+    """This process's rank according to the launcher's variables; 0 without a launcher.
 
-    A number alone, without what the launcher sets with it, was left behind in the environment: it does not count.
+    A rank without the variable set along with it is a leftover in the environment, and ignored.
     """
     for name, with_it in RANKS:
         value = environ.get(name, "").strip()
@@ -67,9 +64,9 @@ def launched_rank(environ) -> int:
 
 
 def end_before_mpi(line):
-    """End with status 2 and a line that one process prints, where MPI cannot tell the launcher's processes apart.
+    """Exit with status 2; one process prints the line, for when MPI cannot tell them apart.
 
-    The others wait before they end: a launcher may end all of them at the first status that is not 0.
+    The others wait first: a launcher may kill all of them at the first non-zero status.
     """
     if launched_rank(os.environ):
         time.sleep(LINGER)
@@ -78,11 +75,11 @@ def end_before_mpi(line):
     raise SystemExit(2)
 
 
-def lonely_launch(environ, size: int, library: str) -> str | None:
-    """One line if MPI sees a world of one (`size`) although a launcher started more processes, else None (promise P6).
+def mismatched_launcher(environ, size: int, library: str) -> str | None:
+    """An error line if MPI sees a world of one but a launcher started more processes (promise P6).
 
-    That happens where mpirun comes from another MPI than the one Python loaded (`library`: its version string): every
-    process would train alone and each would call itself rank 0.
+    This happens when mpirun belongs to another MPI than the one Python loaded (`library`: its
+    version string): every process would train alone and call itself rank 0. None if all is well.
     """
     if size != 1:
         return None
@@ -96,7 +93,7 @@ def lonely_launch(environ, size: int, library: str) -> str | None:
         if value.isdecimal() and int(value) > alone:
             short = " ".join(library.split("\n")[0].split()).rstrip(",")
             return (
-                f"{launcher(environ)} started more than one process ({name}={value}), but the MPI library that "
-                f"Python loaded ({short}) sees a world of one: use the mpirun that belongs to this library"
+                f"{launcher(environ)} started several processes ({name}={value}), but Python's "
+                f"MPI library ({short}) sees a world of one: use that library's own mpirun"
             )
     return None

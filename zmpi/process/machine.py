@@ -1,4 +1,4 @@
-"""What a run runs on: in words, and the memory that it may use."""
+"""Describes the machine a run is on, and how much memory it may use."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ from zmpi.process.launch import launcher
 
 
 def machine_facts(world):
-    """{"hosts", "cpu", "cores", "system", "python", "numpy", "mpi", "launcher", "threads", "device"}; all ranks call it."""
+    """{"hosts", "cpu", "usable_cores", "system", "python", "numpy", "mpi", ...}. Collective."""
     hosts = world.share(platform.node(), "the machines' names")
     return {
         "hosts": len(set(hosts)),
@@ -29,7 +29,7 @@ def machine_facts(world):
 
 
 def cpu_name():
-    """The processor's name, as well as the system tells it."""
+    """The processor's name, as the system gives it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             return next(
@@ -40,13 +40,13 @@ def cpu_name():
 
 
 def node_memory(system="/"):
-    """(bytes that all processes of this node may use together, what sets that bound). `system`: the root of /proc and /sys."""
+    """(bytes that this node's processes may use together, what sets that limit)."""
     physical, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_max(system)
     return (limit, "the memory limit is") if limit < physical else (physical, "this machine has")
 
 
 def free_node_memory(system="/"):
-    """Bytes that processes of this node may still take together; None where the system does not say."""
+    """Bytes still available to this node's processes together; None if the system does not say."""
     try:
         with open(os.path.join(system, "proc/meminfo"), encoding="ascii") as lines:
             free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))

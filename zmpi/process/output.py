@@ -1,12 +1,12 @@
-"""The files that a command writes for its user: a log, a trace, figures. No MPI in here.
+"""The files that a command writes for its user: a log, a trace, figures.
 
-Each is opened before the work begins and held until the end, so that the work is not lost for want of it:
+Each is opened before the work begins and held until the end, so that no work is lost:
 
     a link         is followed, even to a missing target, and stays a link
-    an older file  is replaced if this command wrote it; any other file is refused and stays as it is
-    another job    with the same file is refused: a lock, which dies with the process (`unlocked`: there are none here)
-    stdout         (/dev/stdout, or a file that it was redirected to) is written where the command itself prints
-    a refusal      leaves everything as it was
+    an older file  is replaced if this command wrote it; any other file is refused, and untouched
+    another job    using the same file is an error, found by a lock (`unlocked`: not supported here)
+    stdout         (/dev/stdout, or the file it was redirected to) is written in place
+    an error       leaves everything as it was
 """
 
 import errno
@@ -17,14 +17,15 @@ from stat import S_ISREG
 
 from zmpi.process.files import named
 
-RECOGNISED_BYTES = 1 << 24  # bytes at the beginning of a file that are read to recognise it
+RECOGNISED_BYTES = 1 << 24  # bytes read from a file's start to recognise it
 
 
 class Output:
-    """A file that is written for the user, from opening to close(); only appended to, so that it may be rotated.
+    """A file written for the user, until close(); opened for appending, so that it can be rotated.
 
-    `recognise(head)` tells from the first RECOGNISED_BYTES bytes whether a file is the command's own, `kind` what it should be ("a
-    log of zmpi.train"). Raises ValueError, with flag and path, for what cannot be written or must not be replaced.
+    `recognise(head)` tells from the first RECOGNISED_BYTES bytes whether a file is the command's own; `kind`
+    describes it ("a log of zmpi.train"). ValueError, with flag and path, for a file that cannot be
+    written or must not be replaced.
     """
 
     def __init__(self, flag, path, recognise, kind):
@@ -46,20 +47,20 @@ class Output:
         return os.fstat(self._file).st_size if self.regular else 0
 
     def lines(self):
-        """The file's lines, as bytes; none of a pipe or a device."""
+        """The file's lines, as bytes; none for a pipe or a device."""
         if self.regular:
             with self._named(), open(os.dup(self._file), "rb") as file:
                 file.seek(0)
                 yield from file
 
     def cut(self, length):
-        """Keep the first `length` bytes of a file; of a pipe or a device nothing is taken back."""
-        if length < self.size():  # else a file that may only be appended to (chattr +a) is refused
+        """Truncate a file to `length` bytes; nothing happens to a pipe or a device."""
+        if length < self.size():  # or an append-only file (chattr +a) would be refused
             with self._named():
                 os.ftruncate(self._file, length)
 
     def write(self, data):
-        """Append bytes, or an array's. Where that fails, nothing of them is left in a file."""
+        """Append bytes, or an array's. On failure the file is cut back to its length before."""
         before, rest = self.size(), memoryview(data).cast("B")
         try:
             with self._named():
@@ -71,12 +72,12 @@ class Output:
             raise
 
     def replace(self, text):
-        """Write the whole file anew."""
+        """Overwrite the whole file."""
         self.cut(0)
         self.write(text.encode())
 
     def close(self):
-        """Let other jobs use the file. One that was made here and stayed empty is removed."""
+        """Release the file. If it was created here and is still empty, remove it."""
         if self._file is None:
             return
         if self._made and self.regular and not self.size():
@@ -90,7 +91,7 @@ class Output:
             return os.pread(self._file, RECOGNISED_BYTES, 0)
 
     def _open_locked(self):
-        """(descriptor, whether it is a file of its own)."""
+        """(descriptor, whether it is a regular file)."""
         stream = _own_stream(self.path)
         if stream is not None:
             return os.dup(stream), False
@@ -103,7 +104,7 @@ class Output:
             try:
                 self._lock(file)
                 if self._is_at_path(file):
-                    return file, True  # else a job that was refused removed it just now
+                    return file, True  # otherwise a refused job just removed it
             except (OSError, ValueError):
                 os.close(file)
                 raise
@@ -122,7 +123,7 @@ class Output:
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):
                 raise
-            self.unlocked = True  # some NFS and Lustre: each job needs a file of its own
+            self.unlocked = True  # some NFS and Lustre: give each job its own file
 
     @contextmanager
     def _named(self):
@@ -131,7 +132,7 @@ class Output:
 
 
 def _own_stream(path):
-    """1 or 2 where a path is this process's own stdout or stderr, else None."""
+    """1 or 2 if the path is this process's own stdout or stderr, else None."""
     for number in (1, 2):
         with suppress(OSError):
             if os.path.samestat(os.stat(path), os.fstat(number)):

@@ -1,6 +1,6 @@
-"""stdout and stderr of a command: they may be closed, on a full disk, or read by someone who leaves early.
+"""A command's stdout and stderr, which may be closed, on a full disk, or piped to a short reader.
 
-A run of hours does not end because nobody reads what it prints (`| head -1`, a terminal that is gone).
+A long run must not end because nobody reads its output (`| head -1`, a closed terminal).
 """
 
 import errno
@@ -10,14 +10,14 @@ import sys
 
 
 class Stream(io.TextIOWrapper):
-    """A text stream that goes to the null device from its first failure on. That is no error by itself: see check_printed."""
+    """A text stream that switches to the null device at its first failure; see check_printed."""
 
-    failure = None  # the OSError, once there is one
-    replaced = None  # the stream whose buffer this one took over
+    failure = None  # the first OSError
+    replaced = None  # the stream whose buffer this one uses
 
     @property
     def lost(self):
-        """Whether what is written goes nowhere."""
+        """Whether output is discarded."""
         return self.failure is not None
 
     def write(self, text):
@@ -40,12 +40,12 @@ class Stream(io.TextIOWrapper):
             return
         self.failure = error
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self.fileno())  # what is still buffered goes there too
+        os.dup2(null, self.fileno())  # the rest of the buffer goes there too
         os.close(null)
 
 
 def check_printed():
-    """Raise ValueError if a part of what was printed did not get where it should (a full disk). A reader may leave early."""
+    """Raise ValueError if output was lost (a full disk). A reader that stops early is no error."""
     sys.stdout.flush()
     failure = getattr(sys.stdout, "failure", None)  # a test's stream has none
     if failure and failure.errno != errno.EPIPE:
@@ -53,29 +53,27 @@ def check_printed():
 
 
 def forgiving_output():
-    """Make stdout and stderr Streams. A closed one (`>&-`) becomes the null device.
+    """Make stdout and stderr Streams; a closed one (`>&-`) becomes the null device.
 
-    What the terminal's encoding lacks is shown as "?". Called before anything is opened: else the
-    first file, or a socket of MPI's, would be number 1, and be printed to.
+    Characters that the terminal's encoding lacks are shown as "?". Call it before opening anything:
+    otherwise a file or a socket of MPI could get descriptor 1, and receive the output.
     """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor: this one
     sys.stdout = sys.__stdout__ = _forgiving(sys.stdout, 1, "replace")
     sys.stderr = sys.__stderr__ = _forgiving(sys.stderr, 2, "backslashreplace")  # Python's own
 
 
 def _forgiving(stream, number, errors):
     if stream is None:
-        stream = open(number, "w", encoding="utf-8", closefd=False)  # noqa: SIM115  (for good)
+        stream = open(number, "w", encoding="utf-8", closefd=False)  # noqa: SIM115  (never closed)
     if type(stream) is not io.TextIOWrapper:  # a Stream already, or a test's
         return stream
     settings = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
     stream.flush()
     forgiving = Stream(stream.buffer, stream.encoding, errors, **settings)
-    forgiving.replaced = (
-        stream  # a debugger or a log may still print to it; alone it would close the buffer
-    )
+    forgiving.replaced = stream  # kept alive: a debugger may use it, and its end closes the buffer
     return forgiving

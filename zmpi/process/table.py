@@ -1,8 +1,8 @@
-"""Figures in columns, and bytes in a unit that can be read."""
+"""Text tables, and readable units for bytes and seconds."""
 
 
 def in_columns(rows, left=1):
-    """Lines of text: the first `left` columns are set to the left, the others to the right. Cells are strings."""
+    """Rows of strings as aligned lines: the first `left` columns to the left, the others right."""
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
     lines = []
     for row in rows:
@@ -15,7 +15,7 @@ def in_columns(rows, left=1):
 
 
 def unit_for(nbytes):
-    """(divisor, name) of the decimal unit in which so many bytes are read best: 1 GB = 1e9 bytes, as in the paper."""
+    """(divisor, name) of the best decimal unit for `nbytes`: 1 GB = 1e9 bytes, as in the paper."""
     for power, name in ((9, "GB"), (6, "MB"), (3, "kB")):
         if nbytes >= 10**power:
             return 10**power, name
@@ -23,19 +23,19 @@ def unit_for(nbytes):
 
 
 def short(value):
-    """A figure with one decimal; two below 1; none where it would be 0."""
+    """A number with one decimal, two digits below 1, and no ".0"."""
     text = f"{value:,.1f}" if value >= 1 or value == 0 else f"{value:.2g}"
     return text.removesuffix(".0")
 
 
 def in_bytes(nbytes):
-    """So many bytes in the unit in which they are read best."""
+    """A number of bytes in the best unit."""
     divisor, name = unit_for(nbytes)
     return f"{short(nbytes / divisor)} {name}"
 
 
 def seconds(value):
-    """A duration in the unit in which it is read best."""
+    """A duration in the best unit."""
     for factor, name in ((1, "s"), (1e3, "ms")):
         if value * factor >= 1:
             return f"{value * factor:,.1f} {name}"

@@ -1,1 +1,1 @@
-"""What checkpoints, and weights of other tools, are made of on disk."""
+"""Checkpoints, and other tools' weights, on disk."""

@@ -1,8 +1,8 @@
-"""Files in blocks of 1 MiB, each with a checksum, so that any range can be read and checked alone. No MPI in here.
+"""Files in blocks of 1 MiB, each with a checksum, so that any range can be read and checked alone.
 
-A block's sum is its CRC-32: the fastest of the standard library's, and it finds every burst of up to 32 bits and every
-two flips in a block. A file's digest is SHA-256 over its block sums: a file is as good as its length, its sums and the
-record that names them, so nobody has to read a file as a whole to trust a part of it.
+A block's sum is its CRC-32: the fastest in the standard library, it detects every burst of up to 32
+bits and every two flipped bits in a block. A file's digest is the SHA-256 of its block sums, so
+trusting a part of a file does not require reading all of it.
 """
 
 import hashlib
@@ -19,33 +19,33 @@ CHECKED_BYTES = 1 << 20  # bytes
 
 @dataclass(frozen=True)
 class Record:
-    """What a manifest knows of one file."""
+    """A file's entry in a manifest."""
 
     name: str
     bytes: int
-    digest: str  # SHA-256 of the block sums, each as 4 bytes, the lowest first
-    sums: list  # CRC-32 of each block of CHECKED_BYTES bytes; the last one may be shorter
+    digest: str  # SHA-256 of the block sums, each as 4 bytes, little-endian
+    sums: list  # CRC-32 of each block of CHECKED_BYTES bytes; the last may be shorter
 
     def entry(self):
-        """The record as JSON holds it."""
+        """The record as JSON stores it."""
         return asdict(self)
 
     def is_whole(self):
-        """Whether sums, digest and length fit together."""
+        """Whether sums, digest and length are consistent."""
         return self.digest == digest_of(self.sums) and len(self.sums) == -(
             -self.bytes // CHECKED_BYTES
         )
 
 
 def digest_of(sums):
-    """A file's digest, from its block sums."""
+    """A file's digest from its block sums."""
     return hashlib.sha256(b"".join(number.to_bytes(4, "little") for number in sums)).hexdigest()
 
 
 class BlockWriter:
-    """A new file, written from arrays as they lie in memory: nothing is copied. finish() puts it on disk.
+    """A new file, written from arrays' own memory, without a copy; finish() flushes it to disk.
 
-    Raises ValueError where the file exists or cannot be written (disk full, size limit).
+    Raises ValueError if the file exists or cannot be written (disk full, size limit).
     """
 
     def __init__(self, path):
@@ -68,7 +68,7 @@ class BlockWriter:
             rest = rest[written:]
 
     def finish(self):
-        """Make sure that the file is on disk; returns its Record."""
+        """Flush the file to disk; returns its Record."""
         if self._filled:
             self._end_block()
         with named(self.path):
@@ -77,7 +77,7 @@ class BlockWriter:
         return Record(os.path.basename(self.path), self._bytes, digest_of(self._sums), self._sums)
 
     def close(self):
-        """Close the file. What was not finished is no good."""
+        """Close the file; without finish() it is incomplete."""
         self._file.close()
 
     def _end_block(self):
@@ -86,19 +86,19 @@ class BlockWriter:
 
 
 class Room:
-    """Memory for one block. Readers of several files may share it."""
+    """Memory for one block, which readers of several files may share."""
 
     def __init__(self):
         self.block, self.holds = (
             np.empty(CHECKED_BYTES, np.uint8),
             None,
-        )  # holds: (whose, which block)
+        )  # holds: (reader, block number)
 
 
 class BlockReader:
-    """A file of a Record, read in whole blocks, each compared with its sum. One block is in memory at a time, in `room`.
+    """Reads a Record's file in whole blocks, each checked, with one in memory at a time (`room`).
 
-    Raises Damaged for a missing file, another length than recorded, or a block whose sum is wrong: each names the file.
+    Raises Damaged, naming the file, if it is missing or has a wrong length or block sum.
     """
 
     def __init__(self, path, record, room=None):
@@ -107,22 +107,22 @@ class BlockReader:
         found = os.fstat(self._file.fileno()).st_size
         if found != record.bytes:
             self._file.close()
-            raise Damaged(f"{path}: {found} bytes, expected {record.bytes}: damaged")
+            raise Damaged(f"{path}: damaged: expected {record.bytes} bytes, got {found}")
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
         self._file.close()
-        self._room = None  # the caller's name for this reader may outlive it
+        self._room = None  # the caller may keep this reader's name
 
     def check(self, first, last):
-        """Compare blocks first ... last - 1 with their sums."""
+        """Check blocks first ... last - 1 against their sums."""
         for number in range(first, last):
             self._load(number)
 
     def read(self, start, out):
-        """Fill the vector `out` with the bytes from `start` on."""
+        """Fill the vector `out` with the bytes from `start`."""
         rest = out.view(np.uint8)
         while len(rest):
             number, offset = divmod(start, CHECKED_BYTES)
@@ -131,7 +131,7 @@ class BlockReader:
             rest, start = rest[len(found) :], start + len(found)
 
     def _load(self, number):
-        """A view of a block, as long as it is in memory."""
+        """A view of a block, valid until the next is loaded."""
         length = min(CHECKED_BYTES, self.record.bytes - number * CHECKED_BYTES)
         block, room = self._room.block[:length], self._room
         if room.holds != (self, number):
@@ -146,14 +146,14 @@ class BlockReader:
                     done += count
             if done < length or zlib.crc32(block) != self.record.sums[number]:
                 raise Damaged(
-                    f"{self.path}: the block at byte {number * CHECKED_BYTES} has another checksum: damaged"
+                    f"{self.path}: damaged: the block at byte {number * CHECKED_BYTES} has a wrong checksum"
                 )
             room.holds = self, number
         return block
 
 
 def sampled_checksum(path, samples=64, length=1 << 16):
-    """The CRC-32 of a file's length and of samples, evenly spread: tells files apart without reading them as a whole."""
+    """The CRC-32 of a file's length and evenly spaced samples: tells large files apart quickly."""
     with open_file(path) as file, named(path):
         size = os.fstat(file.fileno()).st_size
         checksum = zlib.crc32(str(size).encode())

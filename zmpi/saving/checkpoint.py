@@ -1,11 +1,11 @@
-"""Checkpoints: every rank writes its own shards, and any number of ranks, at any stage, reads what it needs of them.
+"""Checkpoints: each rank writes its own shards; any number of ranks, at any stage, can load them.
 
-    save    all      each rank's shards of masters and moments into a temporary folder, from where they lie
-            rank 0   the manifest, the folder's final name, `latest`
-    load    all      each rank checks its share of all blocks; if one is damaged, nothing is loaded
-            all      each rank reads the ranges that make its shards; what is kept whole is then gathered
+    save  all ranks  write their shards of masters and moments into a temporary folder
+          rank 0     writes the manifest, the folder's final name, `latest`
+    load  all ranks  check a share of all blocks; if one is damaged, nothing is loaded
+          all ranks  read the ranges that make up their shards; whole vectors are then gathered
 
-Only files pass between ranks, and the block sums: no rank ever holds more than its own state and one block.
+Ranks exchange only files' names and block sums: none holds more than its own state and one block.
 """
 
 from contextlib import closing
@@ -25,13 +25,13 @@ from zmpi.saving.folder import Folder
 from zmpi.saving.found import explained, moved_on, newest, read_checkpoint
 from zmpi.saving.manifest import Manifest, unit_entry
 
-# attributes that say what a model is, where it has them
+# attributes that identify a model, if it has them
 MODEL_ATTRIBUTES = ("depth", "width", "heads", "context", "vocab")
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save came to, the same on every rank but for `seconds`."""
+    """The result of a save, the same on every rank except `seconds`."""
 
     path: Path
     bytes: int  # of all ranks' files
@@ -39,14 +39,16 @@ class Saved:
 
     def __str__(self):
         megabytes = self.bytes / 1e6
-        return f"saved {self.path}: {megabytes:,.1f} MB in {self.seconds:.2f} s ({megabytes / self.seconds:,.0f} MB/s)"
+        speed = f"{self.seconds:.2f} s ({megabytes / self.seconds:,.0f} MB/s)"
+        return f"saved {self.path}: {megabytes:,.1f} MB in {speed}"
 
 
 class Keeper:
-    """All ranks' hold on a folder of checkpoints, from opening to close() or the job's end. Every call is collective.
+    """All ranks' hold on a folder of checkpoints, until close() or the job's end. All collective.
 
-    Rank 0 owns the folder, which it makes if `make` says so, and locks. `keep` checkpoints remain, at least 1. What goes
-    wrong on any rank is one UsageError on all of them: another job in the folder, disk full, a damaged `latest`.
+    Rank 0 locks the folder, and creates it if `make`. The last `keep` checkpoints (at least 1) are
+    kept. An error on any rank is one UsageError on all: another job in the folder, a full disk, a
+    damaged `latest`.
     """
 
     def __init__(self, path, world, keep=3, make=True):
@@ -64,9 +66,9 @@ class Keeper:
         return self.world.share(complete[-1] if complete else None)[0]
 
     def save(self, zero, run=None):
-        """Save the engine's state; returns Saved. `run` is what a command adds to the manifest.
+        """Save the engine's state; returns Saved. `run`: what a command adds to the manifest.
 
-        The state is only read. A save that fails leaves the folder's newest checkpoint as it was.
+        Only reads the state. A failed save leaves the folder's newest checkpoint untouched.
         """
         began, temporary = perf_counter(), None
         try:
@@ -83,14 +85,11 @@ class Keeper:
             if self._folder and temporary:
                 self._folder.discard(temporary)
             raise
-        return Saved(
-            self.world.share(final)[0],
-            sum(entry["bytes"] for entry in files),
-            perf_counter() - began,
-        )
+        nbytes = sum(entry["bytes"] for entry in files)
+        return Saved(self.world.share(final)[0], nbytes, perf_counter() - began)
 
     def close(self):
-        """Let other jobs use the folder."""
+        """Release the folder."""
         if self._folder:
             self._folder.close()
 
@@ -100,7 +99,7 @@ class Keeper:
         return self._folder.commit(temporary)
 
     def _warn(self):
-        """Print what the folder has to say, a line each."""
+        """Print the folder's warnings, a line each."""
         guard = self.world.guard
         while self._folder and self._folder.warnings:
             line = one_line(self._folder.warnings.pop(0))
@@ -114,23 +113,20 @@ def save(zero, path, keep=3):
 
 
 def find(path, world):
-    """The Manifest of the newest complete checkpoint in a folder of them, or of one that is named itself; collective."""
+    """The Manifest of a checkpoint, or of the newest complete one in a folder. Collective."""
     return _with_newest(path, world, lambda manifest: None)
 
 
 def load(zero, path):
-    """Take the whole state from the newest checkpoint in `path` (or from one that is named itself); collective.
+    """Load the whole state from a checkpoint, or the newest in a folder of them. Collective.
 
-    Whatever the number of ranks, the stage and the precision were. Raises UsageError on all ranks, with nothing loaded,
-    for another model, another optimizer's moments, or damage, which is named with its file. Returns the Manifest.
+    It may come from any number of ranks, stage and precision. Raises UsageError on all ranks, with
+    nothing loaded, for another model, other moments, or damage (naming the file). Returns the
+    Manifest.
     """
     manifest = _with_newest(path, zero.world, partial(_load, zero))
-    zero.step, zero.updates, zero.seed, zero.last = (
-        manifest["step"],
-        manifest["updates"],
-        manifest["seed"],
-        None,
-    )
+    zero.step, zero.updates, zero.seed = (manifest[key] for key in ("step", "updates", "seed"))
+    zero.last = None
     scaler = manifest["scaler"]
     if zero.scaler.window and scaler["window"] and manifest["recipe"] == zero.policy.recipe.name:
         zero.scaler.scale, zero.scaler.good_steps = scaler["scale"], scaler["good_steps"]
@@ -138,7 +134,7 @@ def load(zero, path):
 
 
 def load_weights(zero, path):
-    """Take the weights alone, for a model that is used and not trained on; collective, and checked as load does."""
+    """Load only the weights, to use a model without training it. Collective, checked like load."""
 
     def use(manifest):
         with zero.world.agreed():
@@ -149,7 +145,7 @@ def load_weights(zero, path):
 
 
 def read(zero, manifest, vectors):
-    """Assign the named vectors of every unit's shards, once all blocks of the checkpoint have been found good."""
+    """Read these vectors of every unit's shards, after checking all blocks of the checkpoint."""
     with zero.world.agreed(), explained(manifest.folder):
         manifest.check(zero.world.rank, zero.world.size)
     with zero.world.agreed(), explained(manifest.folder):
@@ -161,7 +157,7 @@ def read(zero, manifest, vectors):
 
 
 def refuse_other_model(manifest, model, policy):
-    """Raise ValueError for a checkpoint of another model, by the first name that differs. Nothing is allocated yet."""
+    """Raise ValueError, with the first difference, for a checkpoint of another model."""
     shapes = {
         spec.prefix + name: tuple(shape)
         for spec in units(model).values()
@@ -174,7 +170,8 @@ def refuse_other_model(manifest, model, policy):
     for name in [*saved, *mine]:
         if saved.get(name) != mine.get(name):
             raise ValueError(
-                f"{manifest.folder}: {name}: {saved.get(name)} in the checkpoint, {mine.get(name)} in this model"
+                f"{manifest.folder}: {name}: {saved.get(name)} in the checkpoint, "
+                f"{mine.get(name)} in this model"
             )
     if manifest.dtype != policy.recipe.master:
         kinds = manifest.dtype, policy.recipe.master
@@ -184,7 +181,7 @@ def refuse_other_model(manifest, model, policy):
 
 
 def _with_newest(path, world, use):
-    """use(manifest) of the newest complete checkpoint; returns the manifest. Collective, see found.with_newest."""
+    """Call use(manifest) of the newest checkpoint; returns it. with_newest, collectively."""
     with world.agreed():
         folder = newest(path) if world.rank == 0 else None
     while True:
@@ -203,7 +200,7 @@ def _with_newest(path, world, use):
             folder = newer
 
 
-# -- one rank's part ----------------------------------------------------------------------------------------------------
+# -- one rank's part -------------------------------------------------------------------------------
 
 
 def _load(zero, manifest):
@@ -211,9 +208,9 @@ def _load(zero, manifest):
         refuse_other_model(manifest, zero.model, zero.policy)
         missing = [name for name in zero.optimizer.moments if name not in manifest["vectors"]]
         if missing or len(manifest["vectors"]) != 1 + len(zero.optimizer.moments):
-            found = manifest["optimizer"]["name"]
             raise ValueError(
-                f"{manifest.folder}: optimizer {found} in the checkpoint, {_name(zero.optimizer)} in this run"
+                f"{manifest.folder}: optimizer {manifest['optimizer']['name']} in the checkpoint, "
+                f"{_name(zero.optimizer)} in this run"
             )
     read(zero, manifest, ("master", *zero.optimizer.moments))
 
@@ -228,7 +225,7 @@ def _write_shards(zero, path):
 
 
 def _ranges(zero, manifest, vectors):
-    """(file, byte, where it goes) of every range that makes this rank's shards. The padding is left as it is."""
+    """Yield (file, byte, target) for every range of this rank's shards, without the padding."""
     for unit in zero.units.values():
         shards, layout = unit.shards(), unit.layout
         for name, start, stop in layout.spans(unit.part):
@@ -243,7 +240,7 @@ def _ranges(zero, manifest, vectors):
 
 
 def _read_ranges(manifest, wanted, device):
-    """Read the ranges in the order in which they lie: so each block is read once."""
+    """Read the ranges in file order, so that each block is read once."""
     for file in sorted({found[0] for found in wanted}):
         with manifest.open(file) as reader:
             for _, byte, target in (found for found in wanted if found[0] == file):
@@ -251,7 +248,7 @@ def _read_ranges(manifest, wanted, device):
 
 
 def _describe(zero):
-    """What the manifest says of an engine."""
+    """An engine's entries in the manifest."""
     return {
         "step": zero.step,
         "updates": zero.updates,
@@ -275,7 +272,7 @@ def _describe(zero):
 def _model(model):
     kind = _name(model)
     if type(model).__module__.partition(".")[0] != "models" and hasattr(models, kind):
-        kind = f"{kind} of your own"  # which no command takes for the one of that name
+        kind = f"{kind} of your own"  # so that no command takes it for the built-in one
     return {
         "kind": kind,
         **{name: getattr(model, name) for name in MODEL_ATTRIBUTES if hasattr(model, name)},

@@ -1,13 +1,13 @@
-"""A folder of checkpoints on disk: one job at a time, saves that count only when complete, the last few kept.
+"""A folder of checkpoints: one job at a time, only complete saves count, the last few are kept.
 
-    DIR/latest                      the newest complete checkpoint's name, and the SHA-256 of its manifest
-    DIR/step-00000010-save-3/       a complete checkpoint; saves are counted over the life of the folder
-    DIR/.saving-...  .removing-...  what a killed job left: removed by the next one
-    DIR/.flock                      locked by the job at work. Only the lock counts, and it dies with the process
+    DIR/latest                      the newest complete checkpoint's name, its manifest's SHA-256
+    DIR/step-00000010-save-3/       a complete checkpoint; saves are numbered per folder
+    DIR/.saving-...  .removing-...  left by a killed job, removed by the next
+    DIR/.flock                      locked by the running job; the lock ends with the process
 
-A folder gets its final name when all in it is on disk; that is the moment from which the checkpoint is complete. Then
-`latest` moves. A job killed in between leaves a complete checkpoint that is not marked: the next job marks it. What
-cannot be removed ends no run: it is a line in `warnings`, and is tried again at the next save. No MPI in here.
+A checkpoint is complete once its folder, flushed to disk, gets its final name; then `latest` moves.
+A job killed in between leaves a complete but unmarked checkpoint, which the next job marks. Failure
+to remove something ends no run: it is a line in `warnings`, and retried at the next save.
 """
 
 import errno
@@ -28,24 +28,26 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)  # Lust
 
 
 class Folder:
-    """A job's hold on a folder of checkpoints, which is made if `make` says so. Opening it cleans up after a killed job.
+    """A job's hold on a folder of checkpoints (created if `make`); cleans up after a killed job.
 
-    `warnings` are lines for the user; whoever prints one takes it out. Raises ValueError where the folder cannot be made
-    or written, another job holds it, or `latest` is damaged.
+    `warnings`: lines for the user; pop those you print. Raises ValueError if the folder cannot be
+    created or written, another job holds it, or `latest` is damaged.
     """
 
     def __init__(self, path, keep, make=True):
         self.path, self.keep, self.warnings = Path(path), keep, []
-        self._newest = self._run = None  # the marked checkpoint's folder, and the id of its run
+        self._newest = self._run = None  # the marked checkpoint's folder, and its run's id
         self._known = {}  # {name: Found}, each read once
-        self._warned = set()  # what was warned of
+        self._warned = set()  # warnings already given
         self._check(make)
         with named(path):
             self.path.mkdir(exist_ok=True)
         self._lock = self._locked()
         try:
             if not sync_folder(self.path):
-                self._warn(path, "this file system cannot sync folders: a power cut may undo saves")
+                self._warn(
+                    path, "this file system cannot sync folders: a power loss may undo saves"
+                )
             self._repair()
             if not make and not self.complete():
                 raise ValueError(f"{path}: no complete checkpoint in it")
@@ -54,9 +56,9 @@ class Folder:
             raise
 
     def complete(self):
-        """Folders of the run's complete checkpoints, in the order in which they were saved.
+        """Folders of the run's complete checkpoints, in order of saving.
 
-        One of another run, or whose name is not its own, is passed over with a warning.
+        Those of another run, or renamed, are skipped with a warning.
         """
         own = []
         for one in self._found():
@@ -64,7 +66,7 @@ class Folder:
             if not fault and None not in (self._run, one.run) and one.run != self._run:
                 fault = "it belongs to another run"
             if fault and one.path != self._newest:
-                self._warn(one.path, f"passed over: {fault}")
+                self._warn(one.path, f"skipped: {fault}")
             else:
                 own.append(one.path)
         return own
@@ -72,8 +74,8 @@ class Folder:
     def begin(self, step):
         """A new temporary folder for a checkpoint of that step.
 
-        First removes what a job killed within `commit` left beyond `keep`: not on opening, as a job that cannot read the
-        newest checkpoint may yet want the others.
+        First removes checkpoints beyond `keep` that a job killed in `commit` left. Opening does
+        not: a job that cannot read the newest checkpoint may want the others.
         """
         self._tidy(SAVING, REMOVING)
         names = [path.name.removeprefix(SAVING).removeprefix(REMOVING) for path in self._entries()]
@@ -84,12 +86,12 @@ class Folder:
         return temporary
 
     def place_of(self, temporary):
-        """What the manifest in a temporary folder says of its place: {"run_id": the run, "save": which of its saves}."""
+        """The manifest's {"run_id", "save"} (the save's number) for a temporary folder."""
         self._run = self._run or uuid.uuid4().hex
         return {"run_id": self._run, "save": save_of(temporary.name.removeprefix(SAVING))}
 
     def commit(self, temporary):
-        """Make a temporary folder, in which all is on disk, the newest checkpoint; remove those beyond `keep`."""
+        """Make a flushed temporary folder the newest checkpoint; remove those beyond `keep`."""
         final = self.path / temporary.name.removeprefix(SAVING)
         with named(final):
             temporary.rename(final)
@@ -98,39 +100,39 @@ class Folder:
             self._mark(final)
         except ValueError:
             with suppress(OSError):
-                final.rename(temporary)  # it counts no more than one that was not written
+                final.rename(temporary)  # an unmarked failure does not count
             raise
         sync_folder(self.path)
         self._tidy(REMOVING)
         return final
 
     def discard(self, temporary):
-        """Remove the temporary folder of a save that failed."""
+        """Remove the temporary folder of a failed save."""
         shutil.rmtree(temporary, ignore_errors=True)
 
     def close(self):
-        """Let other jobs use the folder."""
+        """Release the folder."""
         self._lock.close()
 
-    # -- opening --------------------------------------------------------------------------------------------------
+    # -- opening -----------------------------------------------------------------------------------
 
     def _check(self, make):
         path, parent = self.path, self.path.parent
         if (path / JSON).exists():
-            raise ValueError(f"{path}: is one checkpoint, not a folder of them")
+            raise ValueError(f"{path}: expected a folder of checkpoints, got one checkpoint")
         if not path.is_dir() and (path.exists() or not make):
             raise ValueError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}")
         if not parent.exists():
             raise ValueError(
-                f"--checkpoint: {path}: No such file or directory: its parent must exist (mkdir -p {parent})"
+                f"--checkpoint: {path}: its parent folder must exist (mkdir -p {parent})"
             )
         if not make and not any(NAME.fullmatch(entry.name) for entry in self._entries()):
             raise ValueError(f"{path}: no complete checkpoint in it")
 
     def _locked(self):
-        """The open lock file. Only EWOULDBLOCK says that another job has it; without locks the user is warned."""
+        """The open lock file. EWOULDBLOCK: another job has it; warn if locks are unsupported."""
         with named(self.path):
-            lock = open(self.path / LOCK, "ab", opener=_without_waiting)  # noqa: SIM115  (held until close)
+            lock = open(self.path / LOCK, "ab", opener=_without_waiting)  # noqa: SIM115  (held)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -146,7 +148,7 @@ class Folder:
         return lock
 
     def _repair(self):
-        """Remove what killed jobs left of checkpoints, and mark the newest one that is complete."""
+        """Remove what killed jobs left, and mark the newest complete checkpoint."""
         with named(self.path):
             (self.path / MARKING).unlink(missing_ok=True)
         self._newest = newest(self.path) if (self.path / LATEST).exists() else None
@@ -157,14 +159,14 @@ class Folder:
             sync_folder(self.path)
         self._remove_leftovers(SAVING, REMOVING)
 
-    # -- what is in it --------------------------------------------------------------------------------------------
+    # -- its contents ------------------------------------------------------------------------------
 
     def _entries(self):
         with named(self.path):
             return sorted(self.path.iterdir())
 
     def _found(self):
-        """The Found of every checkpoint's folder, the newest last; each manifest is read once."""
+        """The Found of every checkpoint, the newest last; each manifest is read once."""
         found = []
         for path in self._entries():
             if NAME.fullmatch(path.name) and not self._was_being_removed(path):
@@ -176,25 +178,26 @@ class Folder:
         )
 
     def _was_being_removed(self, path):
-        """Whether a checkpoint's folder is what is left of one: without a manifest, and older than the marked one."""
+        """Whether a folder is a half-removed checkpoint: no manifest, older than the marked one."""
         older = self._newest and save_of(path.name) < save_of(self._newest.name)
         return older and not any(os.path.exists(path / name) for name in (JSON, DIGEST))
 
     def _run_among(self, found):
-        """The folder's run: the marked checkpoint's. Raises ValueError where none is marked, and there are several runs."""
+        """The marked checkpoint's run. ValueError if none is marked, and there are several runs."""
         known = [one for one in found if one.run and not one.fault]
         if self._newest:
-            last = save_of(self._newest.name)  # where this one is damaged, those before it tell
+            last = save_of(self._newest.name)  # if it is damaged, ask the ones before it
             return next((one.run for one in reversed(known) if one.save <= last), None)
         if len({one.run for one in known}) > 1:
             other = next(one for one in known if one.run != known[-1].run)
             names = f"{other.path.name} and {known[-1].path.name}"
             raise ValueError(
-                f"{self.path}: {names} are of different runs, and there is no {LATEST}: move those of one run away"
+                f"{self.path}: {names} belong to different runs, and {LATEST} is missing: "
+                "move one run's checkpoints away"
             )
         return known[-1].run if known else None
 
-    # -- changing it ----------------------------------------------------------------------------------------------
+    # -- changing it -------------------------------------------------------------------------------
 
     def _mark(self, final):
         """Move `latest`."""
@@ -212,22 +215,22 @@ class Folder:
         self._newest = final
 
     def _tidy(self, *kinds):
-        """Remove what is not kept. Nothing that goes wrong here is worth a run."""
+        """Remove what is not kept. A failure here must not end the run."""
         try:
             self._remove_leftovers(*kinds)
             self._prune()
         except ValueError as error:
-            self._warn(self.path, f"old checkpoints are not removed: {error}")
+            self._warn(self.path, f"old checkpoints could not be removed: {error}")
 
     def _prune(self):
-        """Remove the checkpoints beyond `keep`. What a killed job leaves of one does not look like one."""
+        """Remove checkpoints beyond `keep`, so that a half-removed one never looks complete."""
         for path in self.complete()[: -self.keep]:
             leaving = self.path / f"{REMOVING}{path.name}"
             try:
                 path.rename(leaving)
             except OSError as error:
-                leaving = path  # in place: EXDEV, of a folder in a lower layer of overlayfs
-                try:  # without a manifest it is no checkpoint, whatever happens then
+                leaving = path  # in place: EXDEV for a folder in a lower layer of overlayfs
+                try:  # without a manifest it is not a checkpoint, even if removal then fails
                     (path / JSON).unlink(missing_ok=True)
                     (path / DIGEST).unlink(missing_ok=True)
                 except OSError:
@@ -243,7 +246,7 @@ class Folder:
                 self._remove(path)
 
     def _remove(self, path):
-        """Remove a folder, or a link to one; where that fails, as much of it as goes."""
+        """Remove a folder, or a link to one; if that fails, as much of it as possible."""
         try:
             if path.is_symlink() or not path.is_dir():
                 path.unlink()
@@ -255,11 +258,11 @@ class Folder:
                 self._stays(path, error)
 
     def _stays(self, path, error):
-        """One line for each kind of error: where nothing can be removed, every save meets it."""
+        """Warn once per kind of error: it may recur at every save."""
         words = f"cannot be removed now: {error.strerror}"
         if words not in self._warned:
             self._warned.add(words)
-            self._warn(path, f"{words} (tried again at each save)")
+            self._warn(path, f"{words} (retried at each save)")
 
     def _warn(self, path, words):
         """A line for the user, once."""

@@ -1,8 +1,9 @@
-"""What a folder of checkpoints holds: the one that `latest` marks, and which of the others are of the same run. No MPI here.
+"""Finds checkpoints in a folder: the one marked by `latest`, and the others of the same run.
 
-A checkpoint is of one run, whose id is made at the first save into the folder and stands in every manifest after that
-(older ones have none: theirs follows from seed, model and data). Its name repeats the manifest's step and save. Where
-two have the same save number the marked one is the newer, then that of the higher step, then of the higher checksum.
+A run's id is made at its first save into the folder and stored in each manifest from then on (older
+ones have none: theirs is derived from seed, model and data). A checkpoint's name repeats its
+manifest's step and save. Of two with the same save number, the marked one is newer, then the one
+with the higher step, then with the higher checksum.
 """
 
 import hashlib
@@ -22,24 +23,23 @@ MARK = re.compile(rf"({NAME.pattern}) ([0-9a-f]{{64}})\n")
 
 @dataclass(frozen=True)
 class Found:
-    """A folder whose name is a checkpoint's."""
+    """A folder named like a checkpoint."""
 
     path: Path
     step: int
     save: int
-    digest: str  # of its manifest; "" where that is damaged
-    # the id of its run; None where the manifest is damaged: then only its name says whose it is
-    run: str | None
-    fault: str  # why it is not what its name says; ""
+    digest: str  # of its manifest; "" if damaged
+    run: str | None  # the id of its run; None if the manifest is damaged
+    fault: str  # why it does not match its name; "" if it does
 
     @property
     def order(self):
-        """Checkpoints of one run sort by this, the newest last."""
+        """The sort key of one run's checkpoints: the newest is last."""
         return self.save, self.step, self.digest
 
 
 def identify(path):
-    """The Found of a folder, or None if its name is no checkpoint's."""
+    """The Found of a folder, or None if it is not named like a checkpoint."""
     name = NAME.fullmatch(path.name)
     if not name or not path.is_dir():
         return None
@@ -56,7 +56,7 @@ def identify(path):
 
 
 def read_checkpoint(folder):
-    """The Manifest of a checkpoint's folder. Raises ValueError also where the folder's name is another checkpoint's."""
+    """The Manifest of a checkpoint's folder; ValueError also if the folder was renamed."""
     manifest = Manifest.read(folder)
     fault = _misnamed(manifest)
     if fault:
@@ -65,16 +65,16 @@ def read_checkpoint(folder):
 
 
 def _misnamed(manifest):
-    """How the name of a manifest's folder differs from what is in it, in words; "" where it does not."""
+    """How a folder's name differs from its manifest, as a text; "" if it does not."""
     name = NAME.fullmatch(manifest.folder.name)
     step, save = (manifest.entries.get(key) for key in ("step", "save"))
     if not name or (step in (None, int(name[1])) and save in (None, int(name[2]))):
         return ""
-    return f"renamed: its manifest is of step {step}" + (f", save {save}" if save else "")
+    return f"renamed: its manifest says step {step}" + (f", save {save}" if save else "")
 
 
 def save_of(name):
-    """The number of a save, from the name of a checkpoint's folder."""
+    """The save number in a checkpoint's name."""
     return int(NAME.fullmatch(name)[2])
 
 
@@ -88,9 +88,9 @@ def run_of(manifest):
 
 
 def newest(path):
-    """The newest complete checkpoint's folder, for a folder of checkpoints (or one of them, which is then meant itself).
+    """The newest complete checkpoint in a folder of them; a checkpoint's own folder is returned.
 
-    Raises ValueError where there is none, or where `latest` is damaged.
+    Raises ValueError if there is none, or `latest` is damaged.
     """
     path, before = Path(path), None
     if (path / JSON).exists():
@@ -98,7 +98,7 @@ def newest(path):
     if not (path / LATEST).exists():
         fault = "no complete checkpoint in it" if path.is_dir() else "no such folder"
         raise ValueError(f"{path}: {fault}")
-    while True:  # a job at work may mark a newer one, and remove this one meanwhile
+    while True:  # a running job may mark a newer one and remove this one meanwhile
         content = read_file(path / LATEST, 1024)
         try:
             return _marked(path, content)
@@ -116,17 +116,17 @@ def _marked(path, content):
     if not (path / found[1]).is_dir():
         raise Damaged(f"{mark}: points to a missing checkpoint, {found[1]}; {way_out}")
     digest = manifest_digest(path / found[1])
-    if digest not in (None, found[4]):  # a manifest that is damaged itself is named when it is read
+    if digest not in (None, found[4]):  # a damaged manifest is reported when it is read
         raise Damaged(
-            f"{mark}: another checksum than that of {found[1]}/{JSON}: damaged; {way_out}"
+            f"{mark}: damaged: its checksum differs from that of {found[1]}/{JSON}; {way_out}"
         )
     return path / found[1]
 
 
 def with_newest(path, use):
-    """use(folder) of the newest complete checkpoint, and what that returns.
+    """Return use(folder) of the newest complete checkpoint.
 
-    Once more with the next one where a job at work has saved that, and removed this one, meanwhile.
+    Retries with a newer one if a running job has saved it, and removed this one, meanwhile.
     """
     folder = newest(path)
     while True:
@@ -141,7 +141,7 @@ def with_newest(path, use):
 
 
 def moved_on(path, folder):
-    """The newest complete checkpoint, if that is no longer `folder`; else None."""
+    """The newest complete checkpoint if it is no longer `folder`, else None."""
     try:
         found = newest(path)
     except (ValueError, OSError):
@@ -151,7 +151,7 @@ def moved_on(path, folder):
 
 @contextmanager
 def explained(folder):
-    """The error of a damaged checkpoint also says how to resume from the one before it."""
+    """Add to a damaged checkpoint's error how to resume from the previous one."""
     try:
         yield
     except Damaged as error:

@@ -1,15 +1,16 @@
-"""A checkpoint's manifest: what was saved, and where each element of each parameter lies. No MPI in here.
+"""A checkpoint's manifest: what was saved, and where every element of every parameter is.
 
-A checkpoint is a folder: `manifest.json`, its SHA-256 in `manifest.sha256` (as sha256sum writes it), and one file per
-rank. That file holds, unit by unit, the rank's shard of the master and then of each moment, as raw little-endian numbers:
+A checkpoint is a folder with `manifest.json`, its SHA-256 in `manifest.sha256` (in sha256sum's
+format) and one file per rank, which holds for each unit the rank's shard of the master and of each
+moment, as raw numbers in the machine's byte order:
 
     unit outer:  master [shard_length]   m [shard_length]   v [shard_length]
     unit h.0:    master [shard_length]   ...
 
-So element e of a unit's vector lies in the file of rank e // shard_length, whatever the stage was.
+So element e of a unit's vector is in the file of rank e // shard_length, at every stage.
 
-A manifest is data: it never names code to run, or a file outside its folder but the text that was trained on. Whoever
-reads one gets every field checked (schema.py).
+A manifest is data: it names no code to run, and no file outside its folder except the training
+text. Reading one checks every field (schema.py).
 """
 
 import hashlib
@@ -28,13 +29,13 @@ from zmpi.saving.blocks import BlockReader, Record, Room
 from zmpi.saving.rules import TEXT, check, whole_number
 from zmpi.saving.schema import check_entries
 
-VERSION = 1  # of the format: it rises when older readers would go wrong; a key that they may ignore does not raise it
+VERSION = 1  # of the format: raised when older readers would misread it, not for keys they may skip
 JSON, DIGEST = "manifest.json", "manifest.sha256"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Where elements start ... stop - 1 of a parameter (counted from its first) lie."""
+    """Where elements start ... stop - 1 of a parameter (counted from its first) are."""
 
     file: int  # index in Manifest.files
     byte: int  # of element `start`
@@ -44,11 +45,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`entries` is the JSON, `folder` where its files lie.
+    """A checkpoint's manifest: `entries` is the JSON, `folder` has its files.
 
-    Its keys: format, byteorder, run_id and save (which save of which run; missing in older ones), step, updates, seed,
-    size, stage, recipe, master (type), vectors (names), scaler, optimizer, model, units, files, and run (of the command:
-    flags, data, and code: {flag: class} of what the user's own files were for; null from Python).
+    Keys: format, byteorder, run_id and save (which save of which run; missing in older ones), step,
+    updates, seed, size, stage, recipe, master (type), vectors (names), scaler, optimizer, model,
+    units, files, and run (from zmpi.train: flags, data, and code: {flag: class} for the user's own
+    files; null from Python).
     """
 
     folder: Path
@@ -56,35 +58,32 @@ class Manifest:
 
     @classmethod
     def read(cls, folder):
-        """The manifest of a checkpoint's folder. Raises ValueError where it is missing, damaged or of a newer format."""
+        """The manifest of a checkpoint; ValueError if missing, damaged or in a newer format."""
         path = Path(folder) / JSON
         text = read_file(path, JSON_BYTES)
         noted = read_file(path.with_name(DIGEST), 1024)
         if noted != _noted(text).encode():
             raise Damaged(
-                f"{path}: another checksum than in {DIGEST} beside it: one of the two is damaged"
+                f"{path}: damaged: its checksum differs from {DIGEST} (either may be wrong)"
             )
         entries = parse_json(text, path)
         check(entries, {"format": whole_number(1), "byteorder": TEXT}, path)
         if entries["format"] > VERSION:
             raise ValueError(
-                f"{path}: format {entries['format']} is newer than this zmpi reads ({VERSION})"
+                f"{path}: expected format {VERSION} or older, got {entries['format']}: update zmpi"
             )
         if entries["byteorder"] != sys.byteorder:
             raise ValueError(
-                f"{path}: saved on a {entries['byteorder']}-endian machine, this one is {sys.byteorder}-endian"
+                f"{path}: saved on a {entries['byteorder']}-endian machine; "
+                f"this one is {sys.byteorder}-endian"
             )
         check_entries(entries, path)
         return cls(Path(folder), entries)
 
     def write(self):
-        """Put the manifest on disk, beside the files that it names."""
-        text = (
-            json.dumps(
-                {"format": VERSION, "byteorder": sys.byteorder, **self.entries}, allow_nan=False
-            )
-            + "\n"
-        )
+        """Write the manifest into its folder, and flush it to disk."""
+        entries = {"format": VERSION, "byteorder": sys.byteorder, **self.entries}
+        text = json.dumps(entries, allow_nan=False) + "\n"
         write_text(self.folder / JSON, text)
         write_text(self.folder / DIGEST, _noted(text.encode()))
         sync_folder(self.folder)
@@ -94,7 +93,7 @@ class Manifest:
             raise ValueError(f"{self.folder / JSON}: {key} is missing")
         return self.entries[key]
 
-    # -- what is in it --------------------------------------------------------------------------------------------
+    # -- its contents ------------------------------------------------------------------------------
 
     @cached_property
     def shapes(self):
@@ -103,11 +102,11 @@ class Manifest:
 
     @property
     def dtype(self):
-        """The type of all vectors."""
+        """The number type of all vectors."""
         return np.dtype(self["master"])
 
     def pieces(self, name, vector, start, stop):
-        """Where elements start ... stop - 1 of a parameter's `vector` ("master", or a moment's name) lie, as Pieces."""
+        """The Pieces of elements start ... stop - 1 of a parameter's "master", or of a moment."""
         unit, base, offset, _ = self._places[name]
         length, found = unit["shard_length"], []
         base += self["vectors"].index(vector) * length
@@ -119,21 +118,21 @@ class Manifest:
         return found
 
     def differs(self, shapes, where):
-        """The first parameter that is not in both, or has two shapes, as a line; None: the same. `where`: whose shapes."""
+        """A line on the first parameter that differs from `shapes` (those of `where`), or None."""
         for name in [*self.shapes, *shapes]:
             saved, expected = self.shapes.get(name), shapes.get(name)
             if saved != expected:
-                told = [
+                one, other = (
                     "missing" if shape is None else f"shape {shape}" for shape in (saved, expected)
-                ]
-                return f"{self.folder}: {name}: {told[0]} in the checkpoint, {told[1]} in {where}"
+                )
+                return f"{self.folder}: {name}: {one} in the checkpoint, {other} in {where}"
         return None
 
-    # -- its files ------------------------------------------------------------------------------------------------
+    # -- its files ---------------------------------------------------------------------------------
 
     @cached_property
     def files(self):
-        """The Records of the ranks' files. Raises ValueError for one whose own parts do not fit together."""
+        """The Records of the ranks' files; ValueError for an inconsistent one."""
         records = [Record(**entry) for entry in self["files"]]
         for record in records:
             if not record.is_whole():
@@ -145,22 +144,21 @@ class Manifest:
         return BlockReader(self.folder / self.files[file].name, self.files[file], room)
 
     def check(self, share, shares):
-        """Compare a contiguous `share` (0 ... shares - 1) of all files' blocks with their sums; every share: all of them."""
+        """Check a contiguous `share` (0 ... shares - 1) of all files' blocks against their sums."""
         total = sum(len(record.sums) for record in self.files)
         first, last, before = share * total // shares, (share + 1) * total // shares, 0
         for file, record in enumerate(self.files):
             blocks = len(record.sums)
             begin, end = max(0, first - before), min(blocks, last - before)
-            if (
-                begin < end or not blocks or share == 0
-            ):  # the first also opens each file, for its length
+            # share 0 also opens every file, which checks its length
+            if begin < end or not blocks or share == 0:
                 with self.open(file) as reader:
                     reader.check(begin, end)
             before += blocks
 
     @cached_property
     def _places(self):
-        """{full name: (unit, element of its master in each file, offset in the unit's vector, shape)}."""
+        """{full name: (unit, where its master starts in each file, offset in the unit, shape)}."""
         places, base = {}, 0
         for unit in self["units"]:
             for parameter in unit["parameters"]:
@@ -174,9 +172,9 @@ class Manifest:
         return places
 
     def read_elements(self, name, vector, start, stop, readers):
-        """Elements start ... stop - 1 of a parameter's `vector`, new memory.
+        """Elements start ... stop - 1 of a parameter's `vector`, as a new array.
 
-        `readers` are BlockReaders of all files, in order.
+        `readers`: a BlockReader per file, in order.
         """
         out = np.empty(stop - start, self.dtype)
         for piece in self.pieces(name, vector, start, stop):
@@ -184,16 +182,16 @@ class Manifest:
         return out
 
     def read_parameter(self, name, readers):
-        """The master of a whole parameter in its shape, new memory; `readers` as above."""
+        """A parameter's whole master, in its shape, as a new array; `readers` as above."""
         shape = self.shapes[name]
         return self.read_elements(name, "master", 0, prod(shape), readers).reshape(shape)
 
 
 class Readers:
-    """BlockReaders of all files of a checkpoint, by index; one block of memory for all. A context manager.
+    """BlockReaders of a checkpoint's files, by index, sharing one block of memory. Use in a `with`.
 
-    They stay open, so that a job at work cannot take the files away; beyond `most` the one that was opened first is
-    closed, and opened again where it is needed.
+    Open files survive removal by a running job. Beyond `most`, the one opened first is closed, and
+    reopened when needed.
     """
 
     def __init__(self, manifest, most):
@@ -221,7 +219,7 @@ class Readers:
 
 
 def unit_entry(layout):
-    """A unit as the manifest lists it, from its layout."""
+    """A unit's entry in the manifest, from its layout."""
     parameters = [
         {"name": name, "shape": shape, "offset": layout.offsets[name]}
         for name, shape in layout.shapes.items()
@@ -235,7 +233,7 @@ def unit_entry(layout):
 
 
 def manifest_digest(folder):
-    """SHA-256 of a checkpoint's manifest, if that is what is noted beside it; else None."""
+    """The SHA-256 of a checkpoint's manifest; None if its digest file does not match."""
     try:
         text = read_file(Path(folder) / JSON, JSON_BYTES)
         noted = read_file(Path(folder) / DIGEST, 1024)

@@ -1,7 +1,8 @@
-"""Folders with a GPT-2 as it is published: `config.json` and `model.safetensors`. No MPI in here.
+"""Folders with a GPT-2 in its published format: `config.json` and `model.safetensors`.
 
-The names and (in, out) shapes of models.GPT are those of the published file, so nothing is renamed or transposed. The
-head is wte itself and is not in the file. Format: https://huggingface.co/docs/safetensors (8 bytes length, JSON, numbers).
+models.GPT uses the published names and (in, out) shapes, so nothing is renamed or transposed. The
+head is wte itself and is not stored. Format: https://huggingface.co/docs/safetensors (8 bytes of
+length, JSON, numbers).
 """
 
 import json
@@ -26,7 +27,7 @@ PUBLISHED_SIZES = {
     "context": "n_positions",
     "vocab": "vocab_size",
 }
-# What models.GPT computes: a folder that says otherwise holds another model. Left out, each is so in a GPT-2.
+# What models.GPT computes: other values mean another model. A missing key has GPT-2's value.
 GPT2_CONFIG = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
@@ -35,25 +36,25 @@ GPT2_CONFIG = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
-UNUSED = (".attn.bias", ".attn.masked_bias")  # masks that older files carry
+UNUSED = (".attn.bias", ".attn.masked_bias")  # masks in older files
 HEAD_WEIGHT = "lm_head.weight"
-ELSEWHERE = {  # where other tools put weights: what to do about it
+ELSEWHERE = {  # other tools' files of weights: what to do about them
     "model.safetensors.index.json": "save it again with max_shard_size='1000GB'",
     "pytorch_model.bin": "save it again with safe_serialization=True",
     "pytorch_model.bin.index.json": "save it again with safe_serialization=True",
 }
 NUMBER_TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors
-READ_ELEMENTS = 1 << 20  # elements that are read at a time, about
+READ_ELEMENTS = 1 << 20  # elements read at a time, roughly
 TOO_LARGE = 1 << 31
 PUBLISHED_VOCAB, END_OF_TEXT = 50257, 50256
 
 
 def sizes_in(folder):
-    """{"layers", "width", "heads", "context", "vocab"} of a folder. Raises ValueError where it holds no such GPT-2."""
+    """{"layers", "width", "heads", "context", "vocab"} of a folder; ValueError if not a GPT-2."""
     path = _file(folder, CONFIG)
     text = read_file(path, JSON_BYTES)
     try:
-        config = json.loads(text)  # UTF-8, -16 or -32, with or without its mark
+        config = json.loads(text)  # UTF-8, -16 or -32, with or without a byte order mark
         sizes = {ours: index(config[theirs]) for ours, theirs in PUBLISHED_SIZES.items()}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         fault = container(text) or f"{type(error).__name__}: {error}"
@@ -73,19 +74,20 @@ def sizes_in(folder):
 
 
 def _refuse_more_than_stored(sizes, path):
-    """Raise ValueError for sizes that the weights cannot hold: a model of them is not even begun."""
+    """Raise ValueError for sizes beyond what the weights file can hold, before making a model."""
     weights = _file(path.parent, WEIGHTS)
-    _open(weights)  # what is no safetensors is refused as that
+    _open(weights)  # a file that is not safetensors gets its own error
     width, stored = sizes["width"], weights.stat().st_size
     least = 12 * sizes["layers"] * width**2 + (sizes["vocab"] + sizes["context"]) * width
-    if stored < 2 * least:  # in 16 bits, and biases and norms beside it
+    if stored < 2 * least:  # in 16 bits, without biases and norms
         raise ValueError(
-            f"{weights}: {stored:,} bytes; a GPT-2 of the sizes in {CONFIG} has at least {2 * least:,}"
+            f"{weights}: expected at least {2 * least:,} bytes for the sizes in {CONFIG}, "
+            f"got {stored:,}"
         )
 
 
 def config_for(sizes):
-    """The configuration of a GPT-2 of these sizes, as transformers reads it. It trains without dropout."""
+    """The configuration of a GPT-2 of these sizes, for transformers, without dropout."""
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
     config |= {theirs: sizes[ours] for ours, theirs in PUBLISHED_SIZES.items()}
     config |= {
@@ -101,39 +103,34 @@ def config_for(sizes):
 
 
 class Weights:
-    """The tensors of a folder, for parameters of the given {full name: shape}; a context manager.
+    """The tensors of a folder, for parameters of the given {full name: shape}. Use in a `with`.
 
-    Raises ValueError for a file that is missing or not whole, and for the first name that it lacks, has in another shape,
-    or has beyond the model's.
+    Raises ValueError for a missing or truncated file, and for the first tensor that is missing, of
+    another shape, or not the model's.
     """
 
     def __init__(self, folder, shapes):
         self.path = _file(folder, WEIGHTS)
         self._file = _open(self.path)
-        prefix = "transformer." if "transformer.wte.weight" in self._file.keys() else ""  # noqa: SIM118  (not a dict)
+        stored_names = list(self._file.keys())
+        prefix = "transformer." if "transformer.wte.weight" in stored_names else ""
         self._names = {name: prefix + name for name in shapes}
-        found = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
+        found = {name: tuple(self._file.get_slice(name).get_shape()) for name in stored_names}
         for name, shape in shapes.items():
             stored = self._names[name]
             if found.get(stored) != tuple(shape):
-                raise ValueError(
-                    f"{self.path}: {stored}: expected shape {tuple(shape)}, got {found.get(stored, 'none')}"
-                )
+                got = found.get(stored, "none")
+                raise ValueError(f"{self.path}: {stored}: expected shape {tuple(shape)}, got {got}")
             kind = self._file.get_slice(stored).get_dtype()
             if kind not in NUMBER_TYPES:
-                raise ValueError(
-                    f"{self.path}: {stored}: expected numbers of type {', '.join(NUMBER_TYPES)}; got {kind}"
-                )
-        spare = [
-            name
-            for name in found
-            if name not in self._names.values() and not name.endswith((*UNUSED, HEAD_WEIGHT))
-        ]
-        if spare:
-            raise ValueError(f"{self.path}: {spare[0]}: this GPT-2 has no such parameter")
+                kinds = ", ".join(NUMBER_TYPES)
+                raise ValueError(f"{self.path}: {stored}: expected type {kinds}; got {kind}")
+        for name in found:
+            if name not in self._names.values() and not name.endswith((*UNUSED, HEAD_WEIGHT)):
+                raise ValueError(f"{self.path}: {name}: this GPT-2 has no such parameter")
         if HEAD_WEIGHT in found and not self._same(HEAD_WEIGHT, self._names["wte.weight"]):
             raise ValueError(
-                f"{self.path}: {HEAD_WEIGHT} differs from wte.weight; the model's head is wte"
+                f"{self.path}: {HEAD_WEIGHT} differs from wte.weight, which is the head"
             )
 
     def __enter__(self):
@@ -143,7 +140,7 @@ class Weights:
         self._file = None
 
     def fill(self, name, out):
-        """Assign a parameter to `out`, in its type, some rows at a time. Raises ValueError for numbers that are not finite."""
+        """Read a parameter into `out`, a few rows at a time; ValueError for numbers not finite."""
         for start, rows in self._rows(self._names[name]):
             assigned = out[start : start + len(rows)]
             with np.errstate(over="ignore"):  # float64 beyond float32
@@ -155,7 +152,7 @@ class Weights:
                 )
 
     def _rows(self, stored):
-        """(first row, rows) of a tensor, about ROWS elements at a time."""
+        """Yield (first row, rows) of a tensor, about ROWS elements at a time."""
         tensor = self._file.get_slice(stored)
         shape = tensor.get_shape()
         step = max(1, READ_ELEMENTS // max(1, prod(shape[1:])))
@@ -168,10 +165,10 @@ class Weights:
 
 
 def write(folder, sizes, shapes, tensor):
-    """Write a folder, which is made if it is missing: tensor(name) is called for one name of `shapes` after the other.
+    """Write a folder (created if missing) in float32, calling tensor(name) for each of `shapes`.
 
-    Numbers are float32. Nothing takes its final name before all is written; raises ValueError where a file of either name
-    exists (a link without a target too), or where another job writes there.
+    Files get their final names once all are written. Raises ValueError if either exists (a dangling
+    link too), or another job writes there.
     """
     folder = Path(folder)
     contents = {folder / WEIGHTS: _tensors(shapes, tensor), folder / CONFIG: _config(sizes)}
@@ -185,12 +182,12 @@ def write(folder, sizes, shapes, tensor):
                 hidden = folder / f".{final.name}"
                 whatever_is_there = Output("--to", hidden, lambda head: True, "a temporary file")
                 temporary[final] = held.enter_context(closing(whatever_is_there))
-            _refuse_existing(contents)  # a job that held the temporary files may have made them
+            _refuse_existing(contents)  # a job that held the temporary files may have written them
             for final, content in contents.items():
                 temporary[final].cut(0)
                 for part in content:
                     temporary[final].write(part)
-            _open(temporary[folder / WEIGHTS].path)  # does another reader find it whole
+            _open(temporary[folder / WEIGHTS].path)  # another reader must accept it
             for final, output in temporary.items():
                 output.path.rename(final)
         finally:
@@ -215,14 +212,14 @@ def _tensors(shapes, tensor):
         begin, end = end, end + 4 * prod(shape)
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # numbers start at a multiple of 8
+    text += b" " * (-len(text) % 8)  # the numbers start at a multiple of 8
     yield len(text).to_bytes(8, "little") + text
     for name in shapes:
         yield np.ascontiguousarray(tensor(name), "<f4").data
 
 
 def _file(folder, name):
-    """The path of a folder's file. Raises ValueError where it is no file: before a pipe is opened, which would wait."""
+    """The path of a folder's file; ValueError if not a regular file (opening a pipe blocks)."""
     if not os.path.isdir(folder):
         found = "a file" if os.path.exists(folder) else "missing"
         raise ValueError(
@@ -237,7 +234,7 @@ def _file(folder, name):
 
 
 def _open(path):
-    """A safetensors file, opened. Raises ValueError for one that is missing or not whole, or without the package."""
+    """An open safetensors file; ValueError if it is missing or truncated, or the package is."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:

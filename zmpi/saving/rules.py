@@ -1,19 +1,19 @@
-"""What the fields of a JSON file must be, written as data: a checkpoint may be damaged or foreign, and none is trusted.
+"""Schemas for JSON files, as data: a checkpoint may be damaged or malicious, and is never trusted.
 
-A schema is a Rule; a list [schema] for an array of any length; or a dictionary {key: schema} for an object, which may have
-further keys. A key that ends in "?" may be missing.
+A schema is a Rule; a list [schema] for an array of any length; or a dictionary {key: schema} for an
+object, which may have other keys. A key ending in "?" is optional.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 
-LARGEST = (1 << 53) - 1  # whole numbers up to here are exact in every JSON reader
+LARGEST = (1 << 53) - 1  # integers up to here are exact in every JSON reader
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on one value, and its words for an error."""
+    """A condition on a value, and its description for errors."""
 
     expected: str
     holds: Callable
@@ -26,7 +26,7 @@ def whole_number(lowest=0, highest=LARGEST):
 
 
 def or_null(rule):
-    """What a rule allows, or null."""
+    """A value that the rule allows, or null."""
     return Rule(f"{rule.expected}, or null", lambda value: value is None or rule.holds(value))
 
 
@@ -58,7 +58,7 @@ SCALAR = Rule(
 
 
 def check(value, schema, where):
-    """Raise ValueError, which opens with `where` and the field's place, for the first field that breaks its rule."""
+    """Raise ValueError, starting with `where` and the field, for the first broken rule."""
     if isinstance(schema, Rule):
         if not schema.holds(value):
             raise ValueError(f"{where}: expected {schema.expected}, got {shown(value)}")
@@ -79,7 +79,7 @@ def check(value, schema, where):
 
 
 def shown(value):
-    """A value in a few characters: of an error's line it is the least trusted part."""
+    """A value in at most 60 safe characters, for an error line."""
     if isinstance(value, (list, dict)):
         return "an array" if isinstance(value, list) else "an object"
     words = ascii(value) if not isinstance(value, int) or abs(value) <= 1 << 128 else "a larger one"

@@ -1,7 +1,7 @@
-"""What the fields of a checkpoint's manifest must be, each alone and against the others: it may be damaged, or foreign.
+"""Checks every field of a checkpoint's manifest, alone and against the others.
 
-After `check_entries` no offset leads out of a file, no file lies outside the folder, and no size is made up: all of them
-follow from the bytes that are on disk. Nothing in a manifest names code to run.
+It may be damaged or malicious. After `check_entries`, no offset points outside its file, no file is
+outside the folder, and all sizes follow from the bytes on disk. A manifest never names code to run.
 """
 
 from math import prod
@@ -61,15 +61,15 @@ CODE = Rule(
     "an object of names",
     lambda code: isinstance(code, dict) and all(map(TEXT.holds, [*code, *code.values()])),
 )
-RUN = {"flags": SCALARS, "data": TRAINED, "code?": CODE}  # of a manifest that the command wrote
-SIZES_OF_KIND = {  # of the models that are built from a manifest
+RUN = {"flags": SCALARS, "data": TRAINED, "code?": CODE}  # in manifests written by zmpi.train
+SIZES_OF_KIND = {  # of models built from a manifest
     "GPT": ("depth", "width", "heads", "context", "vocab"),
     "MLP": ("depth", "width", "context", "vocab"),
 }
 
 
 def check_entries(entries, path):
-    """Raise ValueError, which names the manifest and the field, for the first field that cannot be."""
+    """Raise ValueError, naming the manifest and the field, for the first invalid field."""
     check(entries, MANIFEST, path)
     if entries.get("run") is not None:
         check(entries["run"], RUN, f"{path}: run")
@@ -99,7 +99,7 @@ def _check_sizes(entries, path):
             raise ValueError(f"{path}: units: {name}: its sizes contradict each other")
         for parameter in unit["parameters"]:
             shape, offset = parameter["shape"], parameter["offset"]
-            if len(shape) > 32 or offset + prod(shape) > padded:  # a GPU aligns: holes
+            if len(shape) > 32 or offset + prod(shape) > padded:  # GPU alignment leaves gaps
                 raise ValueError(f"{path}: units: {name}: {parameter['name']} is not within it")
             names.add(unit["prefix"] + parameter["name"])
     if len(names) < sum(len(unit["parameters"]) for unit in units):
@@ -107,7 +107,7 @@ def _check_sizes(entries, path):
 
 
 def _check_model(entries, path):
-    """A model is built from its sizes: none of them is beyond what its parameters come to."""
+    """A model is built from its sizes: none may exceed the number of its parameters."""
     units = entries.get("units", [])
     elements = sum(unit["elements"] for unit in units)
     bounds = {

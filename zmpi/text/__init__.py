@@ -1,1 +1,1 @@
-"""What is trained on, and what comes out: files, tokens, windows, and one token after the other."""
+"""Text: data files, tokens, training windows, and generation."""

@@ -1,7 +1,8 @@
-"""Text as token windows. Sequence i of step s is a function of (seed, s, i) only, i counted over the global batch.
+"""Text as token windows. Sequence i of a step's global batch depends only on (seed, step, i).
 
-Global micro-batch j holds the sequences j x b ... j x b + b - 1 (b: sequences per micro-batch); micro-batch m of rank r
-is j = m x size + r. So any split of a global batch over ranks and micro-batches sees the same sequences in the same order.
+Global micro-batch j holds sequences j x b ... j x b + b - 1 (b: sequences per micro-batch), and
+micro-batch m of rank r is j = m x size + r. So every split of a global batch over ranks and
+micro-batches sees the same sequences in the same order.
 """
 
 import os
@@ -18,25 +19,25 @@ from zmpi.process.files import named
 from zmpi.text.formats import LOOKED_AT, not_text, not_uint16, refuse_irregular
 
 COUNT = Domain(1, below=SIZE_BOUND, whole=True)
-EVALUATED = 128  # held-out sequences of one evaluation, at most
-END = 1 << 20  # tokens at either end of a part whose bytes are in its checksum
-SPREAD, SAMPLE = 64, 1 << 16  # and that many samples of so many tokens, evenly spread over all
+EVALUATED = 128  # held-out sequences per evaluation, at most
+END = 1 << 20  # tokens at each end of a part that enter its checksum
+SPREAD, SAMPLE = 64, 1 << 16  # evenly spaced samples, and tokens in each, for the other checksum
 
 
 @dataclass(frozen=True)
 class Text:
-    """Token vectors, or FileTokens (a rank reads only the windows it uses), cut into two parts."""
+    """Tokens in two parts: vectors, or FileTokens (a rank reads only the windows it uses)."""
 
     train: np.ndarray
-    held_out: np.ndarray  # the last tenth, or empty where it would be too short to hold a window
-    context: int  # tokens of a sequence's input; its window is one longer
+    held_out: np.ndarray  # the last tenth; empty if either part would be too short for a window
+    context: int  # tokens of a sequence's input; its window has one more
 
     @cached_property
     def fingerprint(self):
-        """{"tokens", "kind", "crc32", "spread_crc32"}: tells one text from another, at the cost of reading at most 11 MiB.
+        """{"tokens", "kind", "crc32", "spread_crc32"}, which identify a text; reads at most 11 MiB.
 
-        `crc32` is of the ends of both parts, `spread_crc32` of samples over all tokens (of every token where they are
-        fewer than SPREAD x SAMPLE). In a larger text a change between the samples that keeps its length is not seen.
+        `crc32` covers the ends of both parts, `spread_crc32` samples of all tokens (every token if
+        fewer than SPREAD x SAMPLE). In a larger text it misses changes between the samples.
         """
         ends = (self.train[:END], self.train[-END:], self.held_out[-END:])
         last = max(0, len(self.train) + len(self.held_out) - SAMPLE)
@@ -55,7 +56,7 @@ class Text:
         return np.concatenate(inner)
 
     def windows(self, starts, tokens):
-        """The windows that begin at `starts`, as int64 (len(starts), context + 1)."""
+        """The windows starting at `starts`, as int64 (len(starts), context + 1)."""
         window_BT = np.empty((len(starts), self.context + 1), np.int64)
         for row, start in zip(window_BT, starts, strict=True):
             row[:] = tokens[start : start + self.context + 1]
@@ -63,19 +64,16 @@ class Text:
 
     @property
     def evaluated(self):
-        """Sequences of one evaluation, over all ranks: the first of the held-out text, without overlap."""
+        """Sequences per evaluation, over all ranks: the first held-out ones, without overlap."""
         return min(EVALUATED, max(0, len(self.held_out) - 1) // self.context)
 
     def starts(self, seed, step, sequences):
-        """Where in `train` the given sequences of a step begin: drawn uniformly, each by itself."""
+        """Where in `train` these sequences of a step start: drawn uniformly and independently."""
         choices = len(self.train) - self.context
 
         def draw(i):
-            return int(
-                np.random.Generator(np.random.Philox(key=seed, counter=[i, step, 0, 0])).integers(
-                    choices
-                )
-            )
+            random = np.random.Generator(np.random.Philox(key=seed, counter=[i, step, 0, 0]))
+            return int(random.integers(choices))
 
         return [draw(i) for i in sequences]
 
@@ -88,14 +86,14 @@ class Batches:
     rank: int
     size: int
     micro_batch: int  # sequences
-    last_only: bool  # whether a sequence's one target is its window's last token (MLP), or every next token (GPT)
+    last_only: bool  # the only target is the window's last token (MLP); else every next one (GPT)
 
     def __post_init__(self):
         COUNT.of("micro_batch", self.micro_batch)
 
     @classmethod
     def on(cls, world, text, micro_batch, last_only):
-        """The share of this rank of a World."""
+        """This rank's share in a World."""
         return cls(text, world.rank, world.size, micro_batch, last_only)
 
     def of_step(self, seed, step, accumulate):
@@ -107,9 +105,9 @@ class Batches:
         return found
 
     def held_out(self):
-        """This rank's micro-batches of an evaluation: the same windows, end to end, at every split.
+        """This rank's micro-batches of an evaluation: the same consecutive windows for any split.
 
-        Every rank brings as many; what is past the end is filled with windows whose targets (-1) are not counted.
+        Every rank has the same number; windows past the end have targets -1, which do not count.
         """
         text, total = self.text, self.text.evaluated
         found = []
@@ -131,16 +129,15 @@ class Batches:
         return range(j * self.micro_batch, (j + 1) * self.micro_batch)
 
     def _split(self, window_BT):
-        return window_BT[:, :-1], window_BT[:, -1].copy() if self.last_only else window_BT[
-            :, 1:
-        ].copy()
+        targets = window_BT[:, -1] if self.last_only else window_BT[:, 1:]
+        return window_BT[:, :-1], targets.copy()
 
 
 def load_text(source, context, vocab, rank=0, size=1):
-    """The Text of `source`: "builtin", a text file (its bytes are the tokens), or a `.bin` file of uint16 tokens.
+    """The Text of `source`: "builtin", a text file (tokens are bytes) or a `.bin` of uint16 tokens.
 
-    Raises ValueError, in one line, for what cannot be trained on. The tokens of a `.bin` file are compared with `vocab`
-    once, each rank looking through its share.
+    Raises a one-line ValueError if it cannot be trained on. The tokens of a `.bin` file are checked
+    against `vocab` once, each rank checking its share.
     """
     name = "--data" if source == "builtin" else f"--data: {source}"
     context, vocab = COUNT.of("--context", context), COUNT.of("--vocab", vocab)
@@ -168,13 +165,13 @@ def load_text(source, context, vocab, rank=0, size=1):
 
 
 def described(text, source):
-    """What a log and a checkpoint keep of a text: its fingerprint, and for "builtin" the Python that it comes with."""
+    """A text as logs and checkpoints record it: fingerprint and, if builtin, Python's version."""
     python = {"python": platform.python_version()} if source == "builtin" else {}
     return {**text.fingerprint, **python}
 
 
 def _checksum(parts):
-    """The CRC-32 of the bytes of some token vectors."""
+    """The CRC-32 of the bytes of token vectors."""
     checksum = 0
     for part in parts:
         checksum = zlib.crc32(np.ascontiguousarray(part), checksum)
@@ -182,24 +179,24 @@ def _checksum(parts):
 
 
 def builtin_text():
-    """The text of pydoc's topics, by key, as bytes: about 450 kB of English and code that every CPython carries.
+    """The text of pydoc's topics, sorted by key, as bytes: about 450 kB of English and code.
 
-    Patch versions of Python differ in it: its fingerprint says which one was trained on.
+    Every CPython includes it, and patch versions differ: the fingerprint tells which one was used.
     """
     try:
         from pydoc_data.topics import topics
     except ImportError:
         raise ValueError(
-            "--data: this Python lacks the built-in corpus (pydoc_data); name a text file"
+            "--data: this Python lacks the built-in corpus (pydoc_data); choose a text file"
         ) from None
     return "".join(topics[key] for key in sorted(topics)).encode()
 
 
 class FileTokens:
-    """A slice of a file's tokens. They are read when NumPy asks for an array of them, and slices of it are not.
+    """A slice of a file's tokens, read when NumPy asks for an array; slicing reads nothing.
 
-    Read and not mapped: of a file that was cut short, or a disk that fails, this raises ValueError, and a map kills the
-    process with SIGBUS.
+    Not a memory map: if the file is truncated or the disk fails this raises ValueError, where a map
+    would kill the process with SIGBUS.
     """
 
     def __init__(self, file, dtype, start, stop):
@@ -223,24 +220,25 @@ class FileTokens:
         if len(rest):
             size = os.fstat(self._file.fileno()).st_size
             raise ValueError(
-                f"--data: {self._file.name}: now {size} bytes; it was cut short while it was read"
+                f"--data: {self._file.name}: truncated to {size} bytes while it was being read"
             )
         return out if dtype is None else out.astype(dtype, copy=False)
 
 
 def _opened(path):
-    """A file's tokens. Raises ValueError for what is no file, or of another format than its name says."""
+    """A file's tokens; ValueError if it is not a regular file, or not of the format of its name."""
     refuse_irregular("--data", path)
     dtype = np.dtype("<u2" if path.suffix == ".bin" else np.uint8)
     with named(f"--data: {path}"):
-        file = open(path, "rb", buffering=0)  # noqa: SIM115  (open as long as its tokens are used)
+        file = open(path, "rb", buffering=0)  # noqa: SIM115  (stays open while its tokens are used)
         size, beginning = os.fstat(file.fileno()).st_size, file.read(LOOKED_AT)
     found = (not_uint16 if path.suffix == ".bin" else not_text)(beginning)
     if found:
         expected = "little-endian uint16 tokens" if path.suffix == ".bin" else "text"
         way = "unpack it, or convert it to UTF-8 text or to a .bin file"
         raise ValueError(
-            f"--data: {path}: expected {expected}, got {found}; {way} (NumPy: tokens.astype('<u2').tofile)"
+            f"--data: {path}: expected {expected}, got {found}; {way}"
+            " (NumPy: tokens.astype('<u2').tofile)"
         )
     if size % dtype.itemsize:
         raise ValueError(f"--data: {path}: uint16 tokens need an even number of bytes, got {size}")
@@ -248,7 +246,7 @@ def _opened(path):
 
 
 def _highest(tokens, start, stop, length=1 << 22):
-    """The highest of tokens[start:stop], of some of them at a time: a file is never in memory as a whole."""
+    """Yield the maximum of each block of tokens[start:stop]: a file is never wholly in memory."""
     stop = min(stop, len(tokens))
     for first in range(start, stop, length):
         yield int(np.max(tokens[first : min(first + length, stop)]))

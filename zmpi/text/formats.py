@@ -1,6 +1,7 @@
-"""What a file that a person brings really holds, recognised by its beginning. No MPI in here.
+"""Recognises the format of a data file from its first bytes.
 
-Trained on as bytes or as uint16 tokens, another format would give a falling loss and a useless model.
+Training on another format as if it were text or uint16 tokens would lower the loss of a useless
+model.
 """
 
 import codecs
@@ -10,7 +11,7 @@ import stat
 import numpy as np
 
 LOOKED_AT = 1 << 20  # bytes at the start of a file
-EVIDENCE = 64  # bytes at least: shorter files prove nothing
+EVIDENCE = 64  # bytes needed to judge: shorter files prove nothing
 IRREGULAR = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",
@@ -40,13 +41,13 @@ BEGINNINGS = {
     b"\0\0\xfe\xff": "UTF-32",
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
-    (20240520).to_bytes(4, "little"): "llm.c's tokens, behind a header of 1,024 bytes",
-    (20240801).to_bytes(4, "little"): "llm.c's tokens, behind a header of 1,024 bytes",
+    (20240520).to_bytes(4, "little"): "llm.c's tokens, after a header of 1,024 bytes",
+    (20240801).to_bytes(4, "little"): "llm.c's tokens, after a header of 1,024 bytes",
 }
 
 
 def refuse_irregular(flag, path):
-    """Raise ValueError unless `path` is a regular file. Nothing is opened: a pipe would wait for its writer."""
+    """Raise ValueError unless `path` is a regular file. Opens nothing: a pipe would block."""
     try:
         kind = stat.S_IFMT(os.stat(path).st_mode)
     except FileNotFoundError:
@@ -54,21 +55,22 @@ def refuse_irregular(flag, path):
     except OSError as error:
         raise ValueError(f"{flag}: {path}: {error.strerror}") from None
     if kind != stat.S_IFREG:
-        found = IRREGULAR.get(kind, "no regular file")
+        found = IRREGULAR.get(kind, "not a regular file")
         raise ValueError(f"{flag}: expected a file, got {path} ({found})")
 
 
 def not_text(beginning):
-    """What a file holds that is no text, by its first LOOKED_AT bytes; None: nothing speaks against text.
+    """The format of a file that is not text, from its first bytes; None if it may be text.
 
-    A NUL proves nothing: bytes may be trained on. But with NULs at every second byte alone it is numbers, or UTF-16.
+    A NUL proves nothing: any bytes can be trained on. But NULs only in every second byte mean
+    16-bit numbers or UTF-16.
     """
     halves = {"low": "16-bit numbers or UTF-16", "high": "big-endian 16-bit numbers or UTF-16"}
     return container(beginning) or _wide_numbers(beginning) or halves.get(_half(beginning))
 
 
 def not_uint16(beginning):
-    """What a file holds that is no little-endian uint16 tokens; None: nothing speaks against these."""
+    """The format of a file that is not little-endian uint16 tokens; None if it may be."""
     other = container(beginning) or _wide_numbers(beginning)
     if other or _half(beginning) != "high":
         return other or ("text" if _is_readable(beginning) else None)
@@ -76,16 +78,16 @@ def not_uint16(beginning):
 
 
 def container(beginning):
-    """The name of a format that is neither text nor bare numbers, by a file's first bytes; None: none that is known."""
+    """The name of a known format that is neither text nor raw numbers, or None."""
     if beginning[257:262] == b"ustar":
         return "tar"
-    if beginning[8:10] == b'{"' and beginning[5:8] == bytes(3):  # behind the header's length
+    if beginning[8:10] == b'{"' and beginning[5:8] == bytes(3):  # after the header's length
         return "safetensors"
     return next((name for start, name in BEGINNINGS.items() if beginning.startswith(start)), None)
 
 
 def _wide_numbers(beginning):
-    """Whether these are tokens of 32 or 64 bits: the high halves are 0 (or 0xffff, of a negative number), the low not."""
+    """The name of 32- or 64-bit numbers: high halves are 0 (0xffff if negative), low ones not."""
     halves = np.frombuffer(beginning[: len(beginning) // 8 * 8], "<u2").reshape(-1, 4)
     if halves.nbytes < EVIDENCE:
         return None
@@ -103,14 +105,14 @@ def _wide_numbers(beginning):
 
 
 def _half(beginning):
-    """Which byte of 16-bit numbers comes first, by where the NULs are: "low", "high", or None for no such numbers.
+    """Which byte of 16-bit numbers comes first, judging by the NULs: "low", "high", or None.
 
-    High bytes are often 0, since frequent tokens and letters have low numbers; low bytes seldom.
+    High bytes are often 0, since frequent tokens and letters have low numbers; low bytes rarely.
     """
     first, second = (
         np.count_nonzero(np.frombuffer(beginning[i::2], np.uint8) == 0) for i in (0, 1)
     )
-    enough = max(EVIDENCE // 4, len(beginning) // 100)  # 2 % of the bytes at that place
+    enough = max(EVIDENCE // 4, len(beginning) // 100)  # 2 % of the bytes in that position
     if max(first, second) < enough or max(first, second) < 4 * min(first, second):
         return None
     return "high" if first > second else "low"

@@ -1,9 +1,9 @@
-"""From a prompt to text: tokens of the prompt, one token after the other, their text as it grows. No MPI in here.
+"""Text generation: from a prompt's tokens to new tokens, and their text as it grows.
 
-    coding.encode(prompt)  ->  next_tokens(...), each from `draw`  ->  Voice.say(token), by coding.decoder()
+    coding.encode(prompt)  ->  next_tokens(...), each by `draw`  ->  Voice.say(token)
 
-A coding is Bytes, Ids or Words (a tokenizer.json). `ids` are its tokens that have a text (None: all of the model's),
-`ends` those which end one.
+A coding is Bytes, Ids or Words (a tokenizer.json). `ids`: its tokens that have a text (None: all of
+the model's); `ends`: the tokens that end one.
 """
 
 import codecs
@@ -18,7 +18,7 @@ from models import GPT
 from models.cached import Cache
 from zmpi.text.formats import refuse_irregular
 
-# What tokenizers call the end of a text or of a turn.
+# Tokenizers' names for the end of a text or of a turn.
 ENDS = (
     "<|endoftext|>",
     "</s>",
@@ -30,16 +30,16 @@ ENDS = (
     "<|im_end|>",
     "<end_of_turn>",
 )
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how a character that lacks bytes is decoded
-PENDING = 8  # tokens whose text may wait for the rest of a character; one has 4 bytes at most
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # a character with bytes missing decodes to this
+PENDING = 8  # tokens that may wait for the rest of a character, which has at most 4 bytes
 
 
-# ---- one token after the other ---------------------------------------------------------------------------------------
+# ---- one token after the other -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Draws:
-    """How tokens are drawn: at temperature 0 always the likeliest; `top_k` 0 draws from all."""
+    """How tokens are drawn: temperature 0 takes the likeliest; `top_k` 0 draws from all."""
 
     tokens: int = 100  # at most
     temperature: float = 0.0
@@ -48,10 +48,10 @@ class Draws:
 
 
 def next_tokens(zero, tokens, draws, coding, closed):
-    """Yields draws.tokens tokens, one by one and the same on every rank: rank 0's draws.
+    """Yield up to draws.tokens tokens, the same on every rank: rank 0's draws.
 
-    Tokens are drawn from coding.ids (None: from all). One of coding.ends ends the loop early and is not yielded; so does
-    closed() on rank 0, on all ranks.
+    Draws from coding.ids (None: all). Stops at one of coding.ends, which is not yielded, or when
+    closed() is true on rank 0. Collective.
     """
     ids = np.arange(zero.model.vocab) if coding.ids is None else coding.ids
     ids = ids[ids < zero.model.vocab]
@@ -61,11 +61,8 @@ def next_tokens(zero, tokens, draws, coding, closed):
             logits_BV = cache.predict(device.put(_window(tokens[-1:])), zero.forward)
         else:
             window, cache = device.put(_window(tokens[-zero.model.context :])), Cache(zero.model)
-            logits_BV = (
-                cache.predict(window, zero.forward)
-                if isinstance(zero.model, GPT)
-                else zero.forward(window)
-            )
+            cached = isinstance(zero.model, GPT)
+            logits_BV = cache.predict(window, zero.forward) if cached else zero.forward(window)
         mine = ids[draw(device.get(logits_BV)[0, ids], draws, position)]
         token, ended = zero.comm.gather_scalars([mine, closed()])[0]
         if ended or int(token) in coding.ends:
@@ -75,31 +72,27 @@ def next_tokens(zero, tokens, draws, coding, closed):
 
 
 def draw(logits_V, draws, position):
-    """A token from its logits: the likeliest at temperature 0; else drawn, as a function of (seed, position) alone."""
+    """A token from its logits: the likeliest at temperature 0, else drawn by (seed, position)."""
     if not draws.temperature:
         return int(np.argmax(logits_V))
-    with np.errstate(
-        over="ignore"
-    ):  # far below the likeliest, at a temperature near 0: minus infinity is right
+    with np.errstate(over="ignore"):  # at a temperature near 0, unlikely tokens become -inf
         scaled_V = (logits_V - logits_V.max()).astype(np.float64) / draws.temperature
     if draws.top_k and draws.top_k < len(scaled_V):
         scaled_V[scaled_V < np.partition(scaled_V, -draws.top_k)[-draws.top_k]] = -np.inf
     share_V = np.cumsum(np.exp(scaled_V))
-    number = np.random.Generator(
-        np.random.Philox(key=draws.seed, counter=[position, 0, 0, 0])
-    ).random()
-    return int(np.searchsorted(share_V, number * share_V[-1], side="right"))
+    random = np.random.Generator(np.random.Philox(key=draws.seed, counter=[position, 0, 0, 0]))
+    return int(np.searchsorted(share_V, random.random() * share_V[-1], side="right"))
 
 
 def _window(tokens):
     return np.array([tokens], np.int64)
 
 
-# ---- text as tokens, tokens as text ----------------------------------------------------------------------------------
+# ---- text as tokens, tokens as text --------------------------------------------------------------
 
 
 class Bytes:
-    """Bytes are the tokens."""
+    """Tokens are bytes."""
 
     ids, ends = np.arange(256), ()
 
@@ -118,7 +111,7 @@ class Bytes:
 
 
 class Ids:
-    """Tokens are written as numbers, with commas."""
+    """Tokens are written as numbers, separated by commas."""
 
     ids = None  # all of the model's
 
@@ -141,9 +134,9 @@ class Ids:
 
 
 class Words:
-    """Tokens of a tokenizer.json. What it says of batches (truncation, padding) or training (dropout) is off.
+    """Tokens of a tokenizer.json, without its truncation, padding and dropout.
 
-    Raises ValueError, in one line, where the package fails at the file, at a prompt or at tokens.
+    Raises a one-line ValueError if the package fails on the file, a prompt or tokens.
     """
 
     def __init__(self, path):
@@ -155,11 +148,11 @@ class Words:
             ) from None
         refuse_irregular("--tokenizer", path)
         self._path = path
-        with _failing_in_one_line(f"--tokenizer: {path}: no tokenizer.json"):
+        with _failing_in_one_line(f"--tokenizer: {path}: not a tokenizer.json"):
             self._tokenizer = Tokenizer.from_file(str(path))
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-            if hasattr(self._tokenizer.model, "dropout"):  # it would draw anew on every rank
+            if hasattr(self._tokenizer.model, "dropout"):  # it would differ between ranks
                 self._tokenizer.model.dropout = None
             self.ids = np.array(sorted(set(self._tokenizer.get_vocab().values())), np.int64)
             added = self._tokenizer.get_added_tokens_decoder().items()
@@ -168,12 +161,12 @@ class Words:
             raise ValueError(f"--tokenizer: {path}: its vocabulary is empty")
 
     def encode(self, prompt):
-        """The prompt's tokens. What the tokenizer puts behind every text (its end, a separator) is left out."""
+        """The prompt's tokens, without those that the tokenizer appends (end, separator)."""
         with _failing_in_one_line(f"--tokenizer: {self._path} cannot encode the prompt"):
-            prompt.encode()  # bytes that are no UTF-8 have come as surrogates
+            prompt.encode()  # fails on surrogates: bytes that were not UTF-8
             found = self._tokenizer.encode(prompt)
-            tokens, put_there = found.ids, found.special_tokens_mask
-        while tokens and put_there[len(tokens) - 1]:
+            tokens, added = found.ids, found.special_tokens_mask
+        while tokens and added[len(tokens) - 1]:
             tokens = tokens[:-1]
         return tokens
 
@@ -187,9 +180,9 @@ class Words:
 
 @contextmanager
 def _failing_in_one_line(what):
-    """Whatever the package raises (nothing narrower than Exception, and BaseException where its Rust panics) is a ValueError.
+    """Turn whatever the package raises (BaseException if its Rust panics) into a ValueError.
 
-    A panic also writes a backtrace to stderr, from below Python: it goes nowhere.
+    A panic also writes a backtrace to stderr, below Python: it is discarded.
     """
     kept = None
     with suppress(OSError):  # stderr may be closed
@@ -209,22 +202,22 @@ def _failing_in_one_line(what):
             os.close(kept)
 
 
-# ---- text as it grows ------------------------------------------------------------------------------------------------
+# ---- text as it grows ----------------------------------------------------------------------------
 
 
 class Growing:
-    """The text of tokens as it grows. Only the last few are decoded for each: the work is linear in the tokens.
+    """The growing text of tokens. Each call decodes only the last few, so the work is linear.
 
-    decode(tokens) is of a whole text. Tokens whose text is out stay as long as they are the context of the next: a
-    decoder may treat a text's first token in another way than the others.
+    decode(tokens) returns their whole text. Printed tokens stay as context for the next ones: a
+    decoder may treat the first token of a text differently.
     """
 
     def __init__(self, decode):
         self._decode = decode
-        self._tokens, self._out, self._said = [], 0, ""  # the first `_out` tokens are `_said`
+        self._tokens, self._out, self._said = [], 0, ""  # `_said`: the text of `_out` tokens
 
     def add(self, token):
-        """The text that grew by this token; none while a character is incomplete."""
+        """The text that this token adds; none while a character is incomplete."""
         self._tokens.append(token)
         text = self._decode(self._tokens)
         if text.endswith(INCOMPLETE) or len(text) <= len(self._said):
@@ -235,13 +228,13 @@ class Growing:
         return grown
 
     def rest(self):
-        """The text that is left when no more tokens come."""
+        """The text left after the last token."""
         return self._decode(self._tokens)[len(self._said) :]
 
     def _let_go(self, text):
-        """Of too many waiting tokens (broken characters, or tokens without text), the text of the first, which go.
+        """If too many tokens wait (broken characters, tokens without text), release the first ones.
 
-        They go if the others decode alike without them, and 4 stay: the character that they may begin is then complete.
+        They go if the rest decodes the same without them; at least 4 stay, a whole character.
         """
         waiting = len(self._tokens) - self._out
         for stay in range(4, PENDING) if waiting > PENDING else ():
@@ -255,7 +248,7 @@ class Growing:
 
 
 class Voice:
-    """Prints tokens as text, as they come. `closed`: nobody listens any more (a pipe that was closed), or decoding failed."""
+    """Prints tokens as text as they come. `closed`: the pipe was closed, or decoding failed."""
 
     def __init__(self, coding, prompt, silent):
         self._text, self._silent, self.closed = coding.decoder(), silent, False
@@ -264,14 +257,14 @@ class Voice:
             self._write(self._text.add(token))
 
     def say(self, token):
-        """Print what this token makes readable."""
+        """Print the text that this token completes."""
         try:
             self._write(self._text.add(token))
         except ValueError as error:
             self._fault, self.closed = error, True
 
     def end(self):
-        """Print what is left, and a line's end. Raises the ValueError of a token that could not be decoded."""
+        """Print the rest and a newline; ValueError if a token could not be decoded."""
         if self._fault:
             raise self._fault
         self._write(self._text.rest() + "\n")
@@ -279,4 +272,4 @@ class Voice:
     def _write(self, text):
         if not self._silent:
             print(text, end="", flush=True)
-            self.closed = sys.stdout.lost  # a Stream, as in every command
+            self.closed = sys.stdout.lost  # a Stream, as in all commands
