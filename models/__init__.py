@@ -1,6 +1,6 @@
-"""Hand-written forward and backward passes of two language models. Knows nothing of zmpi or MPI.
+"""Hand-written forward and backward passes of two language models, independent of zmpi and MPI.
 
-Read `layer.py` first: what a layer is, and the training step with no ZeRO in it.
+Read `layer.py` first: what a layer is, and the training step without ZeRO.
 """
 
 from models.layer import Layer, UnitSpec, key_for, plain_step, plain_weights, unit_of, units

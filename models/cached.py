@@ -1,9 +1,11 @@
-"""A GPT that reads each token once: the keys and values of all positions so far are kept, per block.
+"""A key-value cache for generation: each block keeps all positions' keys and values.
 
-Shapes: B sequences, R new positions, S positions so far with the new ones, T the context, H heads, D channels of a head.
+Shapes: B sequences, R new positions, S positions including the new ones, T the context, H heads, D
+channels of a head.
 """
 
 import math
+from functools import partial
 
 import numpy as np
 
@@ -13,9 +15,9 @@ from models.twins import on_gpu
 
 
 class Cache:
-    """What a model's blocks keep of B sequences, all of one length, and the passes that extend it.
+    """The keys and values of B sequences of equal length, in every block of a model.
 
-    `length` is that length in tokens, at most the model's context. Memory: 2 x layers x B x T x width elements.
+    `length`: tokens so far, at most the context. Memory: 2 x layers x B x T x width elements.
     """
 
     def __init__(self, model):
@@ -23,28 +25,25 @@ class Cache:
         self._kept = {}  # block's name -> (keys, values), each (B, H, T, D)
 
     def predict(self, tokens_BR, walk):
-        """The logits (B, V) of each sequence's next token, after these new ones; they are kept.
+        """Append these tokens; returns the logits (B, V) of each sequence's next one.
 
-        walk(x, apply) is one pass over the layers: x = apply(layer, w, x) for each in order; it returns the last x.
+        walk(x, apply): one pass through the layers with x = apply(layer, w, x); returns the last x.
         """
         logits_B1V = walk(tokens_BR, self._apply)
         self.length += tokens_BR.shape[1]
         return logits_B1V[:, -1]
 
     def _apply(self, layer, w, x):
-        """The layer's forward, for the new positions alone."""
+        """The layer's forward, for the new positions only."""
         if isinstance(layer, Embedding):
             return layer.forward(w, x, start=self.length)[0]
         if isinstance(layer, Block):
-            return layer.forward(
-                w, x, attend=lambda qkv, heads: self._attend(layer.name, qkv, heads)
-            )[0]
-        return layer.forward(w, x[:, -1:])[
-            0
-        ]  # the head: only what follows the last position is asked for
+            attend = partial(self._attend, layer.name)
+            return layer.forward(w, x, attend=attend)[0]
+        return layer.forward(w, x[:, -1:])[0]  # the head: only the last position is needed
 
     def _attend(self, name, qkv_BRF, heads):
-        """attention with the positions before these; they are kept."""
+        """Attention to all positions so far; keeps the new ones."""
         B, R, F = qkv_BRF.shape
         if name not in self._kept:
             shape = (2, B, heads, self.model.context, F // 3 // heads)
@@ -53,21 +52,16 @@ class Cache:
         y_BRC = np.empty_like(qkv_BRF, shape=(B, R, F // 3))
         new = slice(self.length, self.length + R)
         for b in range(B):
-            q_HRD, keys_BHTD[b, :, new], values_BHTD[b, :, new] = by_head(
-                qkv_BRF[b], 3 * heads
-            ).reshape(3, heads, R, -1)
-            attention_to_all(
-                q_HRD,
-                keys_BHTD[b, :, : new.stop],
-                values_BHTD[b, :, : new.stop],
-                by_head(y_BRC[b], heads),
-            )
+            qkv_3HRD = by_head(qkv_BRF[b], 3 * heads).reshape(3, heads, R, -1)
+            q_HRD, keys_BHTD[b, :, new], values_BHTD[b, :, new] = qkv_3HRD
+            k_HSD, v_HSD = keys_BHTD[b, :, : new.stop], values_BHTD[b, :, : new.stop]
+            attention_to_all(q_HRD, k_HSD, v_HSD, by_head(y_BRC[b], heads))
         return y_BRC, None
 
 
 @on_gpu
 def attention_to_all(q_HRD, k_HSD, v_HSD, y_HRD):
-    """y = softmax(q k^T / sqrt(D) + mask) v into y, as in attention; the R rows are the last of the S positions."""
+    """Write softmax(q k^T / sqrt(D) + mask) v to y; the R rows are the last of S positions."""
     R, before = q_HRD.shape[1], k_HSD.shape[1] - q_HRD.shape[1]
     mask, scale = future_mask(q_HRD, min(R, ROWS)), 1 / math.sqrt(q_HRD.shape[2])
     for start in range(0, R, ROWS):

@@ -1,7 +1,7 @@
-"""What the twins on a GPU are made of: CUDA kernels, compiled at their first use and queued, and cuBLAS's products.
+"""What GPU twins are built from: CUDA kernels, compiled on first use, and cuBLAS matrix products.
 
-The text of all kernels begins with prelude.cuh; each is compiled for one type of number. Sums are made in float32
-(float64 for float64); matrix products of 16-bit numbers run on tensor cores and add up in float32.
+All kernels include prelude.cuh and are compiled for one number type. Sums are made in float32
+(float64 for float64); 16-bit matrix products run on tensor cores and sum in float32.
 """
 
 from functools import cache
@@ -11,7 +11,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.libs import cublas
 
-THREADS = 256  # of a block: 8 rows, where a row has 32 lanes
+THREADS = 256  # per block: 8 rows of 32 lanes
 DEFINES = {
     "float16": "-DFLOAT16",
     "bfloat16": "-DBFLOAT16",
@@ -20,20 +20,20 @@ DEFINES = {
 }
 CUDA_TYPES = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1}  # cudaDataType_t
 PRELUDE = Path(__file__).with_name("prelude.cuh")
-NOTHING = np.uint64(0)  # a pointer to nothing
+NOTHING = np.uint64(0)  # a null pointer
 
 
 @cache
 def compiled(source, kind):
-    """The kernels of a .cu file, for one type of number (by its name), compiled at the first use."""
+    """The kernels of a .cu file for one number type (by name), compiled on first use."""
     text = PRELUDE.read_text() + source.read_text()
     return cupy.RawModule(code=text, options=("-std=c++17", DEFINES[kind]))
 
 
 def queue_kernel(name, kind, size, *arguments, source):
-    """Queue a kernel of the file `source` for arrays of the type `kind`, with `size` threads in all.
+    """Queue a kernel of the file `source` for arrays of type `kind`, with `size` threads in total.
 
-    Whole numbers are passed as Index.
+    Integers are passed as Index.
     """
     passed = [np.int64(value) if isinstance(value, int) else value for value in arguments]
     compiled(source, str(kind)).get_function(name)(
@@ -42,12 +42,12 @@ def queue_kernel(name, kind, size, *arguments, source):
 
 
 def wide(x):
-    """The type that x's elements are computed and added up in, W of the kernels."""
+    """The type to compute and sum x's elements in: W of the kernels."""
     return np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
 
 
 def contiguous(x):
-    """x, contiguous: kernels know no strides."""
+    """x, contiguous: kernels take no strides."""
     return cupy.ascontiguousarray(x)
 
 
@@ -55,18 +55,16 @@ def contiguous(x):
 
 
 def multiply(a_BMK, b_BKN, out_BMN, accumulate=False):
-    """out = a @ b, or out += a @ b; of any strides that have one axis of neighbours. `out` may be wider than a and b.
+    """out = a @ b, or out += a @ b. One axis of each must be contiguous; `out` may be a wider type.
 
-    CuPy's own matmul casts float16 to float32 for more than two axes, and knows no bfloat16 there.
+    CuPy's own matmul, for more than two axes, casts float16 to float32 and lacks bfloat16.
     """
     (B, M, K), N = a_BMK.shape, b_BKN.shape[2]
     (a, of_a, row_a), (b, of_b, row_b), (out, of_out, row_out) = map(
         _operand, (a_BMK, b_BKN, out_BMN)
     )
     if of_out or out is not out_BMN:
-        raise ValueError(
-            f"product: expected rows of neighbours to write to, got strides {out_BMN.strides}"
-        )
+        raise ValueError(f"product: expected contiguous rows in out, got strides {out_BMN.strides}")
     scalar = wide(out)
     one, beta = np.ones((), scalar), np.full((), float(accumulate), scalar)
     kind = {name: CUDA_TYPES[str(x.dtype)] for name, x in (("a", a), ("b", b), ("out", out))}
@@ -74,7 +72,7 @@ def multiply(a_BMK, b_BKN, out_BMN, accumulate=False):
     if not K or not B * M * N:
         out[...] = out if accumulate else 0
         return out_BMN
-    # cuBLAS sees matrices by columns, so it multiplies the transposed: out^T = b^T a^T
+    # cuBLAS is column-major, so multiply the transposes: out^T = b^T a^T
     cublas.gemmStridedBatchedEx(
         *(cupy.cuda.device.get_cublas_handle(), of_b, of_a, N, M, K, one.ctypes.data),
         *(b.data.ptr, kind["b"], row_b, b.strides[0] // b.itemsize),
@@ -86,7 +84,7 @@ def multiply(a_BMK, b_BKN, out_BMN, accumulate=False):
 
 
 def _operand(x_BRC):
-    """(array, whether cuBLAS is to transpose it, elements from one row to the next)."""
+    """(array, whether cuBLAS transposes it, elements from one row to the next)."""
     size, (_, rows, columns), (_, R, C) = x_BRC.itemsize, x_BRC.strides, x_BRC.shape
     if columns == size or (C == 1 and rows >= size):
         return x_BRC, cublas.CUBLAS_OP_N, max(rows // size, C)

@@ -1,4 +1,4 @@
-"""Pairs that leave the bias out of a linear map and give it to the GELU after it: one pass over memory has both."""
+"""A linear map without bias, and a GELU that adds it: one pass over memory does both."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ def product(x, w_CF):
 
 
 def product_backward(dy, x, w_CF, dw_CF):
-    """Of y = x @ w: returns dx = dy @ w.T in new memory, adds x.T @ dy onto dw."""
+    """Of y = x @ w: returns a new dx = dy @ w.T, adds x.T @ dy to dw."""
     dy_NF = flat_rows(dy)
     add_product(dw_CF, flat_rows(x).T, dy_NF)
     return np.matmul(dy_NF, w_CF.T).reshape(x.shape)
@@ -20,9 +20,10 @@ def product_backward(dy, x, w_CF, dw_CF):
 
 @on_gpu
 def bias_gelu(x, b_F):
-    """y = gelu(x + b); dy/dx is left in x's memory: the backward needs that alone, and tanh is computed once for both.
+    """y = gelu(x + b), leaving dy/dx in x's memory for the backward: tanh is computed only once.
 
-    As in ops.gelu_backward: y = x s, s = (1 + tanh u) / 2, ds/dx = 2 s (1 - s) u', so dy/dx = s + y (1 - s) 2 u'.
+    As in ops.gelu_backward: y = x s, s = (1 + tanh u) / 2, ds/dx = 2 s (1 - s) u', so
+    dy/dx = s + y (1 - s) 2 u'.
     """
     y = np.empty_like(x)
     x_NF, y_NF = flat_rows(x), flat_rows(y)
@@ -49,7 +50,7 @@ def bias_gelu(x, b_F):
 
 @on_gpu
 def bias_gelu_backward(dy, slope, db_F):
-    """Of y = gelu(x + b), with the slope that bias_gelu left: returns dx in dy's memory, adds the sum of its rows onto db."""
+    """Of y = gelu(x + b), with its slope: returns dx in dy's memory, adds its rows to db."""
     dy *= slope
     db_F += column_sums(flat_rows(dy))
     return dy

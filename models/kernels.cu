@@ -1,7 +1,8 @@
-// Fused twins of models/ops.py; the twins' functions are in kernels.py, under the same names. Follows prelude.cuh.
+// Fused twins of models/ops.py, called from kernels.py under the same names. Follows prelude.cuh.
 //
-// Shapes as in ops.py: N rows, C channels, F features, T positions, V vocabulary, D channels of a head. Sums are made in
-// W and in an order that depends on the shape alone: no float atomics, and the same bits on every launch.
+// Shapes as in ops.py: N rows, C channels, F features, T positions, V vocabulary, D channels of a
+// head. Sums are in W, in an order that depends on the shape only: no float atomics, and the same
+// bits on every launch.
 
 #define GELU_0 ((W)0.7978845608028654)   // sqrt(2 / pi)
 #define GELU_1 ((W)0.035677408136300125)  // 0.044715 GELU_0
@@ -13,7 +14,7 @@ GLOBAL fill_rows(const T *row, T *y, Index n, Index F) {
     EACH(i, n) y[i] = row[i % F];
 }
 
-// Sums over the rows of each part of them: partial (parts, F). A block has one part and some columns.
+// Column sums of each part of the rows: partial (parts, F). A block has one part and some columns.
 GLOBAL column_sums(const T *x, W *partial, Index N, Index F, Index parts) {
     Index part = blockIdx.x % parts, first = N * part / parts, last = N * (part + 1) / parts;
     Index f = blockIdx.x / parts * blockDim.x + threadIdx.x;
@@ -43,7 +44,7 @@ GLOBAL gelu_backward(T *dy, const T *x, Index n) {
     EACH(i, n) dy[i] = T((W)dy[i] * gelu_slope((W)x[i], gelu_share((W)x[i])));
 }
 
-// dx = dy slope in dy's memory, and sums of dx's columns over each part of the rows: partial (parts, F).
+// dx = dy slope in dy's memory, and dx's column sums of each part of the rows: partial (parts, F).
 GLOBAL bias_gelu_backward(T *dy, const T *slope, W *partial, Index N, Index F, Index parts) {
     Index part = blockIdx.x % parts, first = N * part / parts, last = N * (part + 1) / parts;
     Index f = blockIdx.x / parts * blockDim.x + threadIdx.x;
@@ -75,8 +76,8 @@ GLOBAL layer_norm(const T *x, const T *gain, const T *bias, T *y, T *x_hat, W *r
     }
 }
 
-// dx in dy's memory. A block has the rows of one part: it first adds up their columns, partial (parts, 2, C) for gain and
-// bias, and then writes over them.
+// dx in dy's memory. A block has one part of the rows: it first sums their columns, into partial
+// (parts, 2, C) for gain and bias, and then overwrites them.
 GLOBAL layer_norm_backward(T *dy, const T *x_hat, const W *rstd, const T *gain, W *partial, Index N, Index C) {
     Index first = N * blockIdx.x / gridDim.x, last = N * (blockIdx.x + 1) / gridDim.x;
     for (Index c = threadIdx.x; c < C; c += blockDim.x) {
@@ -103,7 +104,7 @@ GLOBAL layer_norm_backward(T *dy, const T *x_hat, const W *rstd, const T *gain, 
     }
 }
 
-// Adds the parts' sums, in order, onto one gradient or two: partial (parts, count, C).
+// Adds the parts' sums, in order, to one gradient or two: partial (parts, count, C).
 GLOBAL add_parts(const W *partial, W *first, W *second, Index parts, Index count, Index C) {
     EACH(i, C * count) {
         W *out = i < C ? first + i : second + (i - C);
@@ -115,7 +116,8 @@ GLOBAL add_parts(const W *partial, W *first, W *second, Index parts, Index count
 
 // ---- causal attention ---------------------------------------------------------------------------
 
-// p = softmax(scale scores) over the positions up to the row's own, 0 after it; rows of T, T rows a head. p may be scores.
+// p = softmax(scale scores) over the positions up to the row's own, 0 after it; rows of T, T rows
+// per head. p may be scores.
 GLOBAL causal_softmax(const W *scores, T *p, W *lse, Index N, Index length, W scale) {
     EACH_ROW(r, N) {
         const W *row = scores + r * length;
@@ -130,8 +132,8 @@ GLOBAL causal_softmax(const W *scores, T *p, W *lse, Index N, Index length, W sc
     }
 }
 
-// p again, and ds = p (dp - sum(dy y)) scale, where the sum runs over the D channels of the row's head; heads x T rows.
-// dy and y are (T, heads, D). p may be scores, ds may be dp.
+// p again, and ds = p (dp - sum(dy y)) scale, summed over the D channels of the row's head; heads x
+// T rows. dy and y are (T, heads, D). p may be scores, ds may be dp.
 GLOBAL causal_softmax_backward(
     const W *scores, const W *dp, const W *lse, const T *dy, const T *y, T *p, T *ds, Index N, Index length, Index D, W scale) {
     EACH_ROW(r, N) {
@@ -152,8 +154,8 @@ GLOBAL causal_softmax_backward(
 
 // ---- embedding ----------------------------------------------------------------------------------
 
-// dw[token] += the sum of dy's rows where it stood; `order` sorts the tokens and keeps equal ones in order. The thread of a
-// token's first row adds all of them up: one fixed order, and every row of dw is written once.
+// dw[token] += the sum of dy's rows at its positions; `order` sorts the tokens stably. The thread
+// of a token's first row adds all of them: a fixed order, and every row of dw is written once.
 GLOBAL embedding_backward(const T *dy, const Index *tokens, const Index *order, W *dw, Index N, Index C) {
     EACH(i, N * C) {
         Index n = i / C, c = i % C, token = tokens[order[n]];
@@ -166,8 +168,9 @@ GLOBAL embedding_backward(const T *dy, const Index *tokens, const Index *order, 
 
 // ---- cross entropy ------------------------------------------------------------------------------
 
-// z becomes (p - onehot(target)) weight; losses[r] = -log p[target]. Rows whose target is negative become 0. The highest
-// logit and the sum of exponentials are found in one pass: a new highest scales what has been added up.
+// z becomes (p - onehot(target)) weight; losses[r] = -log p[target]. Rows with a negative target
+// become 0. The highest logit and the sum of exponentials take one pass: a new highest rescales the
+// sum so far.
 GLOBAL cross_entropy(T *z, const Index *targets, double *losses, Index N, Index V, W weight) {
     EACH_ROW(r, N) {
         T *row = z + r * V;

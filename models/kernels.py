@@ -1,7 +1,7 @@
-"""Fused twins, on CuPy's arrays, of operations in ops.py: the same names and signatures, the text in kernels.cu.
+"""Fused CuPy twins of operations in ops.py: the same names and signatures; source in kernels.cu.
 
-Weights and activations are of 16 or 32 bits (or 64), and so are results; sums, and gradients of parameters, are made in
-float32 (float64 for float64).
+Weights, activations and results have 16 or 32 bits (or 64); sums, and gradients of parameters, are
+made in float32 (float64 for float64).
 """
 
 import math
@@ -16,7 +16,7 @@ from models.attention import by_head
 from models.cuda import NOTHING, THREADS, contiguous, multiply, queue_kernel, wide
 from models.ops import EPS, flat_rows
 
-COLUMN_PARTS = 128  # into which rows are cut for sums over columns: a number that no device changes
+COLUMN_PARTS = 128  # parts of the rows in column sums: the same on every device
 
 _launch = partial(queue_kernel, source=Path(__file__).with_name("kernels.cu"))
 
@@ -44,7 +44,7 @@ def linear_backward(dy, x, w_CF, dw_CF, db_F):
 
 
 def add_columns(x_NF, sum_F):
-    """sum += x's rows, one part of them after another."""
+    """sum += x's rows, part by part."""
     N, F = x_NF.shape
     partial = cupy.empty((COLUMN_PARTS, F), wide(x_NF))
     _launch(
@@ -66,17 +66,8 @@ def _whole_blocks(threads):
 
 def _add_parts(partial, first, second=NOTHING):
     parts, count = len(partial), 1 if second is NOTHING else 2
-    _launch(
-        "add_parts",
-        partial.dtype,
-        partial[0].size,
-        partial,
-        first,
-        second,
-        parts,
-        count,
-        len(first),
-    )
+    arrays = partial, first, second
+    _launch("add_parts", partial.dtype, partial[0].size, *arrays, parts, count, len(first))
 
 
 # ---- GELU ----------------------------------------------------------------------------------------
@@ -102,27 +93,19 @@ def gelu_backward(dy, x):
 def bias_gelu_backward(dy, slope, db_F):
     N, F = flat_rows(slope).shape
     partial = cupy.empty((COLUMN_PARTS, F), wide(slope))
+    arrays = _same(dy), contiguous(slope), partial
     _launch(
-        "bias_gelu_backward",
-        dy.dtype,
-        COLUMN_PARTS * _whole_blocks(F),
-        _same(dy),
-        contiguous(slope),
-        partial,
-        N,
-        F,
-        COLUMN_PARTS,
+        "bias_gelu_backward", dy.dtype, COLUMN_PARTS * _whole_blocks(F), *arrays, N, F, COLUMN_PARTS
     )
     _add_parts(partial, db_F)
     return dy.reshape(slope.shape)
 
 
 def _same(x):
-    """x, which is written over: it must be contiguous."""
+    """x, to be overwritten: it must be contiguous."""
     if not x.flags.c_contiguous:
-        raise ValueError(
-            f"expected contiguous memory to write over, got shape {x.shape}, strides {x.strides}"
-        )
+        got = f"shape {x.shape}, strides {x.strides}"
+        raise ValueError(f"expected contiguous memory to overwrite, got {got}")
     return x
 
 
@@ -132,11 +115,8 @@ def _same(x):
 def layer_norm(x, gain_C, bias_C):
     x = contiguous(x)
     N, C = flat_rows(x).shape
-    y, x_hat, rstd_N1 = (
-        cupy.empty(x.shape, x.dtype),
-        cupy.empty(x.shape, x.dtype),
-        cupy.empty((N, 1), wide(x)),
-    )
+    y, x_hat = cupy.empty(x.shape, x.dtype), cupy.empty(x.shape, x.dtype)
+    rstd_N1 = cupy.empty((N, 1), wide(x))
     arrays = x, contiguous(gain_C), contiguous(bias_C), y, x_hat, rstd_N1
     _launch("layer_norm", x.dtype, 32 * N, *arrays, N, C, rstd_N1.dtype.type(EPS))
     return y, (x_hat, rstd_N1)
@@ -146,18 +126,8 @@ def layer_norm_backward(dy, saved, gain_C, dgain_C, dbias_C):
     x_hat, rstd_N1 = saved
     N, C = flat_rows(x_hat).shape
     partial = cupy.empty((COLUMN_PARTS, 2, C), rstd_N1.dtype)
-    _launch(
-        "layer_norm_backward",
-        dy.dtype,
-        COLUMN_PARTS * THREADS,
-        _same(dy),
-        x_hat,
-        rstd_N1,
-        contiguous(gain_C),
-        partial,
-        N,
-        C,
-    )
+    arrays = _same(dy), x_hat, rstd_N1, contiguous(gain_C), partial
+    _launch("layer_norm_backward", dy.dtype, COLUMN_PARTS * THREADS, *arrays, N, C)
     _add_parts(partial, dgain_C, dbias_C)
     return dy.reshape(x_hat.shape)
 
@@ -172,7 +142,7 @@ def _parts(x_TF, heads):
 
 
 def attention(qkv_BTF, heads):
-    """As attention.attention, with all scores of one sequence at a time: H x T x T of them."""
+    """As attention.attention, with all H x T x T scores of one sequence at a time."""
     (B, T, F), qkv_BTF = qkv_BTF.shape, contiguous(qkv_BTF)
     y_BTC = cupy.empty((B, T, F // 3), qkv_BTF.dtype)
     lse_BHT1 = cupy.empty((B, heads, T, 1), wide(qkv_BTF))
@@ -181,17 +151,8 @@ def attention(qkv_BTF, heads):
     for b in range(B):
         q_HTD, k_HTD, v_HTD = _parts(qkv_BTF[b], heads)
         multiply(q_HTD, k_HTD.swapaxes(1, 2), scores_HTT)
-        _launch(
-            "causal_softmax",
-            y_BTC.dtype,
-            32 * heads * T,
-            scores_HTT,
-            p_HTT,
-            lse_BHT1[b],
-            heads * T,
-            T,
-            scale,
-        )
+        arrays = scores_HTT, p_HTT, lse_BHT1[b]
+        _launch("causal_softmax", y_BTC.dtype, 32 * heads * T, *arrays, heads * T, T, scale)
         multiply(p_HTT, v_HTD, by_head(y_BTC[b], heads))
     return y_BTC, lse_BHT1
 
@@ -219,14 +180,14 @@ def attention_backward(dy_BTC, qkv_BTF, y_BTC, lse_BHT1):
 
 
 def _squares(x_BTF, heads):
-    """Memory for one sequence's (H, T, T) in the type of sums, and in x's own: the same where that is one type."""
+    """Memory for one sequence's (H, T, T), in the type of sums and in x's: the same if they are."""
     shape = (heads, x_BTF.shape[1], x_BTF.shape[1])
     summed = cupy.empty(shape, wide(x_BTF))
     return summed, summed if summed.dtype == x_BTF.dtype else cupy.empty(shape, x_BTF.dtype)
 
 
 def attention_to_all(q_HRD, k_HSD, v_HSD, y_HRD):
-    """As cached.attention_to_all, in float32: CuPy's own products of three axes know no bfloat16."""
+    """As cached.attention_to_all, in float32: CuPy's products of three axes lack bfloat16."""
     y = cupy.empty(y_HRD.shape, wide(y_HRD))
     cached.attention_to_all.__wrapped__(
         *(x.astype(y.dtype, copy=False) for x in (q_HRD, k_HSD, v_HSD)), y

@@ -1,4 +1,4 @@
-"""What a layer is, which layers share parameters, and the plain loop: a training step with no ZeRO in it."""
+"""What a layer is, which layers share parameters, and the plain loop: a step without ZeRO."""
 
 import hashlib
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ import numpy as np
 
 
 class Layer:
-    """A stateless recipe: it owns no arrays. Weights come in with every call and are never kept.
+    """A stateless recipe: it owns no arrays. Every call receives the weights, and never keeps them.
 
-    name: "h.0". unit: the name of the unit it shares with other layers; None: a unit of its own, called `name`.
+    name: "h.0". unit: the unit it shares with other layers; None: a unit of its own, called `name`.
     backward_needs_weights: False lets the caller pass an empty w to backward.
 
-    `w` and `dw` map local parameter names to arrays (views into the unit's vectors, at any alignment).
+    `w` and `dw`: {local parameter name: array}, views of the unit's vectors, at any alignment.
     """
 
     name: str
@@ -20,24 +20,24 @@ class Layer:
     backward_needs_weights = True
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Local parameter name -> shape, of everything that forward or backward reads."""
+        """{local name: shape} of all parameters that forward or backward reads."""
         raise NotImplementedError
 
     def init(self, w, key) -> None:
-        """Assigns the initial weights, w[name][...] = ...; key(local name) is that parameter's own random generator."""
+        """Assign w[name][...] = ... from key(local name), each parameter's random generator."""
         raise NotImplementedError
 
     def forward(self, w, x):
-        """Returns (y, saved): y is new memory, x stays as it was, saved is what backward needs and holds no weights."""
+        """Returns (y, saved): a new y, x unchanged; `saved` is for backward and has no weights."""
         raise NotImplementedError
 
     def backward(self, w, dw, saved, dy):
-        """Adds (`+=`) onto dw; returns dx, or None from the first layer. May overwrite saved and dy, and return dy."""
+        """Add (`+=`) to dw; returns dx (the first layer: None). May overwrite saved and dy."""
         raise NotImplementedError
 
 
 class Recomputed(Layer):
-    """A layer that keeps its input alone, and runs its forward again for its backward."""
+    """A layer that saves only its input, and repeats its forward in the backward."""
 
     def __init__(self, layer):
         self.layer = layer
@@ -50,13 +50,13 @@ class Recomputed(Layer):
         return self.layer.forward(w, x)[0], x
 
     def backward(self, w, dw, kept, dy):
-        kept = self.layer.forward(w, kept)[1]  # in the place of the input, which may go now
+        kept = self.layer.forward(w, kept)[1]  # replaces the input, which can be freed
         return self.layer.backward(w, dw, kept, dy)
 
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """One unit: local names and shapes, and the prefix that makes a full name of a local one ("h.0." or "")."""
+    """One unit: {local name: shape}; `prefix` ("h.0." or "") + local name is the full name."""
 
     prefix: str
     shapes: dict[str, tuple[int, ...]]
@@ -68,31 +68,28 @@ def unit_of(layer) -> str:
 
 
 def units(model) -> dict[str, UnitSpec]:
-    """The model's units in order of first appearance; layers that share one add up their shapes.
+    """The model's units in order of first appearance, with the shapes of all layers that share one.
 
-    Raises ValueError where two layers mean different shapes by one name, or a unit of one layer's own is named twice.
+    Raises ValueError if layers disagree on a shape, or use one unit's name without sharing it.
     """
     specs = {}
     for i, layer in enumerate(model.layers):
         if layer in model.layers[:i]:
-            raise ValueError(f"model: layer {layer.name} stands at two places; make two layers")
+            raise ValueError(f"model: layer {layer.name} appears twice; make two layers")
         unit = unit_of(layer)
         prefix = "" if layer.unit else f"{layer.name}."
         spec = specs.setdefault(unit, UnitSpec(prefix, {}))
         if spec.prefix != prefix or (prefix and spec.shapes):
-            raise ValueError(
-                f"unit {unit}: two layers use this name, and not both say that they share it"
-            )
+            raise ValueError(f"unit {unit}: two layers use this name, but not both share the unit")
         for name, shape in layer.shapes().items():
             if spec.shapes.setdefault(name, shape) != shape:
-                raise ValueError(
-                    f"unit {unit}: {name} has shape {spec.shapes[name]} in one layer, {shape} in another"
-                )
+                shapes = f"shape {spec.shapes[name]} in one layer, {shape} in another"
+                raise ValueError(f"unit {unit}: {name} has {shapes}")
     return specs
 
 
 def key_for(seed: int, prefix: str):
-    """Returns key(local name) -> numpy Generator, a function of (seed, full name) alone: not of the order of calls."""
+    """Returns key(local name) -> NumPy Generator, which depends only on seed and full name."""
 
     def key(name):
         digest = hashlib.sha256(f"{seed} {prefix}{name}".encode()).digest()
@@ -102,30 +99,30 @@ def key_for(seed: int, prefix: str):
 
 
 def init_normal(w, key, name, std):
-    """Assigns normal numbers to w[name]. Drawn in float32, so that every precision starts from the same weights."""
+    """Assign normal numbers to w[name], drawn in float32 so that all precisions start equal."""
     draw = key(name).standard_normal(w[name].shape, dtype=np.float32)
     draw *= std
     w[name][...] = draw
 
 
 def check_sizes(**sizes):
-    """The sizes as Python's own ints. Raises ValueError for the first that is none, or below 1, by its name."""
+    """The sizes as Python ints; ValueError, by name, for the first not a whole number from 1 on."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
             raise ValueError(f"{name}: expected a whole number of at least 1, got {size!r}")
         if size < 1:
-            raise ValueError(f"{name}: {size} is below 1")
+            raise ValueError(f"{name}: expected a whole number of at least 1, got {size}")
     return map(int, sizes.values())
 
 
-# ---- what a model reads --------------------------------------------------------------------------
+# ---- a model's inputs ----------------------------------------------------------------------------
 
 
 def check_tokens(inputs, targets, vocab):
-    """Raises ValueError for the first token that a vocabulary does not have, with its position.
+    """Raise ValueError for the first token outside the vocabulary, with its position.
 
-    Inputs lie in 0 ... vocab - 1, targets below vocab; those below 0 are not counted. An index below 0 would wrap on a
-    CPU, any other wrong one does on a GPU. Arrays of any shape.
+    Inputs are in 0 ... vocab - 1, targets below vocab (below 0: not counted). A negative index
+    would wrap on a CPU, any wrong one on a GPU. Arrays of any shape.
     """
     for name, tokens in (("inputs", inputs), ("targets", targets)):
         if tokens.dtype.kind not in "iu":
@@ -143,7 +140,7 @@ def check_tokens(inputs, targets, vocab):
 
 
 def refused(model, micro_batches):
-    """What the model's check(inputs, targets), if it has one, refuses first, as a line with its place; else None."""
+    """The first error of the model's check(inputs, targets), if it has one, as a line, or None."""
     check = getattr(model, "check", None)
     for m, micro_batch in enumerate(micro_batches if check else ()):
         try:
@@ -157,7 +154,7 @@ def refused(model, micro_batches):
 
 
 def plain_weights(model, seed, dtype):
-    """All initial weights of the model, {unit: {local name: array}}, the caller's to keep."""
+    """The model's initial weights, {unit: {local name: array}}, as new arrays."""
     specs = units(model)
     weights = {unit: {} for unit in specs}
     for unit, spec in specs.items():
@@ -170,11 +167,11 @@ def plain_weights(model, seed, dtype):
 
 
 def plain_step(model, weights, micro_batches, update):
-    """One training step: the mean loss's gradient over all micro-batches, then update(weights, gradients).
+    """One step: the mean loss's gradient over all micro-batches, then update(weights, gradients).
 
-    weights: {unit: {local name: array}}; the gradients have the same form. micro_batches: a list of (inputs, targets).
-    Returns the mean loss before the update. Raises ValueError if no target counts (all are below 0), or for what the
-    model's check refuses.
+    weights, gradients: {unit: {local name: array}}; micro_batches: [(inputs, targets), ...].
+    Returns the mean loss before the update. Raises ValueError if no target counts (all are below
+    0), or the model's check fails.
     """
     fault = refused(model, micro_batches)
     if fault:
@@ -182,7 +179,7 @@ def plain_step(model, weights, micro_batches, update):
     counted = sum(int((targets >= 0).sum()) for _, targets in micro_batches)
     if counted == 0:
         raise ValueError(
-            f"targets: none of {len(micro_batches)} micro-batches has one that counts (0 or above)"
+            f"targets: expected one of at least 0, got none in {len(micro_batches)} micro-batches"
         )
     gradients, loss_sum = zeros_like(weights), 0.0
     for inputs, targets in micro_batches:
@@ -196,7 +193,7 @@ def plain_step(model, weights, micro_batches, update):
 
 
 def forward_backward(model, weights, gradients, micro_batch, divisor):
-    """Adds the gradient of (this micro-batch's loss sum / divisor) onto `gradients`; returns the loss sum."""
+    """Add a micro-batch's gradient of (loss sum / divisor) to `gradients`; returns the loss sum."""
     (x, targets), kept = micro_batch, {}
     *layers, last = model.layers
 
@@ -214,9 +211,9 @@ def forward_backward(model, weights, gradients, micro_batch, divisor):
 
 
 def turn(model, w, dw, x, targets, divisor):
-    """Where forward becomes backward: the last layer's forward, the loss, and its backward.
+    """Where forward becomes backward: the last layer's forward, the loss, and the layer's backward.
 
-    Adds onto dw; returns (the loss sum, the gradient of (loss sum / divisor) with respect to x).
+    Adds to dw; returns (loss sum, gradient of (loss sum / divisor) with respect to x).
     """
     last = model.layers[-1]
     y, saved = last.forward(w, x)
@@ -225,7 +222,7 @@ def turn(model, w, dw, x, targets, divisor):
 
 
 def zeros_like(weights):
-    """Zeros of the same names and shapes."""
+    """Zeros with the same names and shapes."""
     return {
         unit: {name: np.zeros_like(array) for name, array in w.items()}
         for unit, w in weights.items()
@@ -233,5 +230,5 @@ def zeros_like(weights):
 
 
 def one_target(model):
-    """Whether a window has one target, its last token, instead of one at each position."""
+    """Whether a window has one target, its last token, instead of one per position."""
     return bool(getattr(model, "one_target", False))

@@ -1,6 +1,7 @@
-"""A language model without attention: a window's embeddings, side by side, through linear layers (Bengio et al. 2003).
+"""A language model without attention: a window's embeddings, concatenated, through linear layers.
 
-Shapes: B windows, T = `context` tokens each, C = `width`, V = `vocab`, F the features of a layer.
+Bengio et al. 2003. Shapes: B windows, T = `context` tokens each, C = `width`, V = `vocab`, F the
+features of a layer.
 """
 
 import math
@@ -11,13 +12,13 @@ from models.ops import cross_entropy, embedding, embedding_backward, linear, lin
 
 
 class MLP:
-    """An embedding, `layers` hidden layers, a head. Inputs (B, context), targets (B,): the token after each window.
+    """An embedding, `layers` hidden layers, a head. Inputs (B, context); targets (B,): next tokens.
 
-    Its layers are in `.layers`, its sizes in `.depth` (the number of hidden layers), `.width`, `.context`, `.vocab`.
-    Raises ValueError for a size below 1.
+    Sizes: `.depth` (the number of hidden layers), `.width`, `.context`, `.vocab`. Raises ValueError
+    for a size below 1.
     """
 
-    one_target = True  # a window has one target, the token after it
+    one_target = True  # the token after the window
 
     def __init__(self, layers, width, context, vocab):
         layers, width, context, vocab = check_sizes(
@@ -29,16 +30,16 @@ class MLP:
         self.layers = [Embed(width, context, vocab), *hidden, MLPHead(width, vocab)]
 
     def check(self, inputs, targets):
-        """Raises ValueError for a token outside of the vocabulary."""
+        """Raise ValueError for a token outside the vocabulary."""
         check_tokens(inputs, targets, self.vocab)
 
     def loss(self, logits_BV, targets_B, divisor):
-        """(loss_sum, d(loss_sum / divisor) / d logits in the logits' memory); targets below 0 do not count."""
+        """(loss_sum, d(loss_sum / divisor) / d logits in the logits' memory): cross_entropy."""
         return cross_entropy(logits_BV, targets_B, divisor)
 
 
 class Embed(Layer):
-    """Tokens (B, T) -> (B, T * C): each token's row of the table, one beside the other."""
+    """Tokens (B, T) -> (B, T * C): the tokens' rows of the table, concatenated."""
 
     name = "embed"
     backward_needs_weights = False
@@ -50,14 +51,14 @@ class Embed(Layer):
         return {"weight": (self.vocab, self.width)}
 
     def init(self, w, key):
-        """Normal, standard deviation 1: the scale that the hidden layers' weights expect."""
+        """Normal, standard deviation 1: the scale that the hidden layers expect."""
         init_normal(w, key, "weight", 1.0)
 
     def forward(self, w, tokens_BT):
-        """Raises ValueError for windows of another length than the context."""
+        """Raises ValueError if the windows are not as long as the context."""
         if tokens_BT.shape[1] != self.context:
             raise ValueError(
-                f"inputs: {tokens_BT.shape[1]} tokens a window, the context is {self.context}"
+                f"inputs: expected {self.context} tokens per window, got {tokens_BT.shape[1]}"
             )
         return embedding(tokens_BT, w["weight"]).reshape(len(tokens_BT), -1), tokens_BT
 
@@ -69,7 +70,7 @@ class Embed(Layer):
 
 
 class Linear(Layer):
-    """x @ weight + bias, (B, in) -> (B, out); the weight's initial standard deviation is `std`, the bias is 0."""
+    """x @ weight + bias, (B, in) -> (B, out); initial standard deviation `std`, bias 0."""
 
     def __init__(self, name, n_in, n_out, std):
         self.name, self.n_in, self.n_out, self.std = name, n_in, n_out, std
@@ -93,11 +94,11 @@ class Hidden(Linear):
     """gelu(x @ weight + bias)."""
 
     def __init__(self, name, n_in, n_out):
-        """Standard deviation sqrt(2 / in), which keeps the scale through halves of zeros: He et al. 2015."""
+        """Standard deviation sqrt(2 / in) keeps the scale, as GELU zeroes half: He et al. 2015."""
         super().__init__(name, n_in, n_out, math.sqrt(2 / n_in))
 
     def forward(self, w, x_BF):
-        slope_BF = product(x_BF, w["weight"])  # which bias_gelu makes of it
+        slope_BF = product(x_BF, w["weight"])  # bias_gelu turns it into the slope
         return bias_gelu(slope_BF, w["bias"]), (x_BF, slope_BF)
 
     def backward(self, w, dw, saved, dy_BF):
@@ -111,5 +112,5 @@ class MLPHead(Linear):
     """(B, C) -> logits (B, V)."""
 
     def __init__(self, width, vocab):
-        """Standard deviation 0.02: training starts from a loss of about log(vocab)."""
+        """Standard deviation 0.02: training starts at a loss of about log(vocab)."""
         super().__init__("head", width, vocab, 0.02)

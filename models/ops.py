@@ -1,12 +1,13 @@
 """Operations in pairs: forward, and directly below it the backward that quotes it.
 
-Shapes: B sequences, T positions, C channels, F features of a linear map, N rows (B and T flattened), V vocabulary, R rows
-of one block. `...` stands for any leading axes. Causal attention has a file of its own.
+Shapes: B sequences, T positions, C channels, F features of a linear map, N rows (B and T
+flattened), V vocabulary, R rows of one block. `...` are any leading axes. Causal attention has its
+own file.
 
-A forward never writes its inputs and returns new memory. A backward takes the gradient of its forward's output first and
-accumulates (`+=`) into the gradients of parameters; where it may overwrite `dy`, its docstring says so. All results have
-the dtype of the inputs. Only functions that dispatch on the type of array are used: one source for NumPy and CuPy. What
-is marked `on_gpu` has a fused twin in kernels.py, which takes over where the arrays are CuPy's.
+A forward never writes to its inputs and returns new memory. A backward takes its output's gradient
+first and adds (`+=`) to the gradients of parameters; its docstring says if it may overwrite `dy`.
+Results have the inputs' dtype. All functions used dispatch on the array type: one source serves
+NumPy and CuPy. Those marked `on_gpu` have a fused twin in kernels.py, used for CuPy arrays.
 """
 
 import math
@@ -15,27 +16,26 @@ import numpy as np
 
 from models.twins import on_gpu
 
-BLOCK = 1 << 16  # elements: 256 KiB of float32, a few of which fit into a level 2 cache
-# elements of a block of a matrix product: 4 MiB, large enough to multiply at full speed
-PRODUCT = 1 << 20
+BLOCK = 1 << 16  # elements: 256 KiB of float32, of which a few fit into a level 2 cache
+PRODUCT = 1 << 20  # elements of a block of a matrix product: large enough for full speed
 EPS = 1e-5  # layer norm, as in GPT-2
 GELU_0, GELU_1 = math.sqrt(2 / math.pi), 0.044715 * math.sqrt(2 / math.pi)
 
 
 def row_blocks(x_NF, elements=BLOCK):
-    """Yields slices of rows, of about so many elements: long elementwise chains run in place, over what stays in cache."""
+    """Yield slices of rows, of about `elements`: elementwise chains run in place, in cache."""
     rows = max(1, elements // x_NF.shape[1])
     for start in range(0, len(x_NF), rows):
         yield slice(start, start + rows)
 
 
 def flat_rows(x):
-    """x of shape (..., F) as (N, F): a view where the memory allows."""
+    """x of shape (..., F) as (N, F), a view if possible."""
     return x.reshape(-1, x.shape[-1])
 
 
 def column_sums(x_NF):
-    """The sum of x's rows, (F,), as a product: BLAS adds up several times faster than sum() does."""
+    """The sum of x's rows, (F,), as a product: BLAS is several times faster than sum()."""
     return np.matmul(np.ones_like(x_NF, shape=len(x_NF)), x_NF)
 
 
@@ -44,10 +44,8 @@ def column_sums(x_NF):
 
 @on_gpu
 def add_product(dw_MN, a_MK, b_KN):
-    """dw += a @ b. On a GPU dw may be wider than a and b, and what is added is not rounded to their 16 bits."""
-    for rows in row_blocks(
-        dw_MN, PRODUCT
-    ):  # a product as large as an embedding is never held beside dw
+    """dw += a @ b. On a GPU dw may be wider than a and b, without rounding to their 16 bits."""
+    for rows in row_blocks(dw_MN, PRODUCT):  # avoids a temporary as large as an embedding
         dw_RN = dw_MN[rows]
         dw_RN += np.matmul(a_MK[rows], b_KN)
 
@@ -62,7 +60,7 @@ def linear(x, w_CF, b_F):
 
 @on_gpu
 def linear_backward(dy, x, w_CF, dw_CF, db_F):
-    """Of y = x @ w + b: returns dx = dy @ w.T in new memory, adds x.T @ dy onto dw and the sum of dy's rows onto db."""
+    """Of y = x @ w + b: returns a new dx = dy @ w.T, adds x.T @ dy to dw and dy's rows to db."""
     dy_NF = flat_rows(dy)
     add_product(dw_CF, flat_rows(x).T, dy_NF)
     db_F += column_sums(dy_NF)
@@ -74,7 +72,10 @@ def linear_backward(dy, x, w_CF, dw_CF, db_F):
 
 @on_gpu
 def gelu(x):
-    """y = x (1 + tanh u) / 2, u = sqrt(2/pi) (x + 0.044715 x^3): Hendrycks and Gimpel 2016, GPT-2's form."""
+    """y = x (1 + tanh u) / 2, u = sqrt(2/pi) (x + 0.044715 x^3).
+
+    Hendrycks and Gimpel 2016, GPT-2's form.
+    """
     y = np.empty_like(x)
     x_NF, y_NF = flat_rows(x), flat_rows(y)
     for rows in row_blocks(x_NF):
@@ -123,15 +124,15 @@ def gelu_backward(dy, x):
 
 @on_gpu
 def layer_norm(x, gain_C, bias_C):
-    """y = x_hat * gain + bias, x_hat = (x - mean) * rstd over the last axis, rstd = 1 / sqrt(variance + 1e-5).
+    """y = x_hat * gain + bias, x_hat = (x - mean) * rstd over the last axis.
 
-    Returns y and (x_hat of x's shape, rstd (N, 1)). Ba, Kiros and Hinton 2016.
+    rstd = 1 / sqrt(variance + 1e-5). Returns y and (x_hat of x's shape, rstd (N, 1)). Ba, Kiros and
+    Hinton 2016.
     """
     x_hat, y = np.empty_like(x), np.empty_like(x)
     x_NC, hat_NC, y_NC = flat_rows(x), flat_rows(x_hat), flat_rows(y)
     rstd_N1 = np.empty_like(x, shape=(len(x_NC), 1))
-    # x @ mean: the mean of each row
-    mean_C1 = np.full_like(x, 1 / x.shape[-1], shape=(x.shape[-1], 1))
+    mean_C1 = np.full_like(x, 1 / x.shape[-1], shape=(x.shape[-1], 1))  # x @ mean: rows' means
     for rows in row_blocks(x_NC):
         hat_RC, y_RC, rstd_R1 = hat_NC[rows], y_NC[rows], rstd_N1[rows]
         np.subtract(x_NC[rows], np.matmul(x_NC[rows], mean_C1), out=hat_RC)
@@ -146,10 +147,10 @@ def layer_norm(x, gain_C, bias_C):
 
 @on_gpu
 def layer_norm_backward(dy, saved, gain_C, dgain_C, dbias_C):
-    """Of y = x_hat * gain + bias, x_hat = (x - mean) * rstd: returns dx, in dy's memory. `saved` is (x_hat, rstd).
+    """Of y = x_hat * gain + bias, x_hat = (x - mean) * rstd: returns dx, in dy's memory.
 
-    Mean and rstd depend on x too; with d_hat = dy * gain, and means over C, which are products with gain / C,
-    dx = rstd (d_hat - mean(d_hat) - x_hat mean(d_hat x_hat)).
+    `saved` is (x_hat, rstd). Mean and rstd depend on x too; with d_hat = dy * gain, and means over
+    C (products with gain / C), dx = rstd (d_hat - mean(d_hat) - x_hat mean(d_hat x_hat)).
     """
     x_hat, rstd_N1 = saved
     dy_NC, hat_NC = flat_rows(dy), flat_rows(x_hat)
@@ -171,15 +172,16 @@ def layer_norm_backward(dy, saved, gain_C, dgain_C, dbias_C):
 
 
 def embedding(tokens, w_VC):
-    """y = w[tokens], (...) -> (..., C). Tokens lie in 0 ... V-1; that is the caller's to check."""
+    """y = w[tokens], (...) -> (..., C). The caller checks that tokens are in 0 ... V-1."""
     return w_VC[tokens]
 
 
 @on_gpu
 def embedding_backward(dy, tokens, dw_VC):
-    """Of y = w[tokens]: adds onto each token's row of dw the sum of dy's rows where it stood, in the order they stood.
+    """Of y = w[tokens]: adds to each token's row of dw the sum of dy's rows at its positions.
 
-    Rows are sorted by token first, so that every sum has one fixed order and every row of dw is written once.
+    Rows are first sorted by token (stably), so that every sum has a fixed order and every row of dw
+    is written once.
     """
     tokens_N = tokens.reshape(-1)
     order_N = np.argsort(tokens_N, kind="stable")
@@ -197,9 +199,10 @@ def embedding_backward(dy, tokens, dw_VC):
 def cross_entropy(logits_NV, targets_N, divisor):
     """loss_sum = sum of -log p[target] over the targets that are not negative, p = softmax(logits).
 
-    Forward and backward in one, since p serves both: returns loss_sum, a Python float summed in float64, and
-    d(loss_sum / divisor) / d logits = (p - onehot(target)) / divisor in the memory of the logits; rows that do not
-    count are 0. Without any counted target the loss is 0.0, whatever the divisor.
+    Forward and backward in one, since both use p: returns loss_sum, a Python float summed in
+    float64, and d(loss_sum / divisor) / d logits = (p - onehot(target)) / divisor in the logits'
+    memory, with 0 in rows that do not count. Without counted targets the loss is 0.0, for any
+    divisor.
     """
     counted_N = targets_N >= 0
     targets_N = np.where(counted_N, targets_N, 0)

@@ -1,8 +1,8 @@
-// Types and reductions that all kernels share. One source, compiled once for every type of number:
-//   T  what arrays hold (-D FLOAT16, -D BFLOAT16, -D FLOAT64; else float)
-//   W  what is computed and added up in: float, or double for double
-// A row is worked on by LANES threads side by side. Compiled for a CPU (by the tests) a block is one thread and a row has
-// one lane: the same text, run in a loop.
+// Types and reductions for all kernels. One source, compiled once per number type:
+//   T  the type of arrays (-D FLOAT16, -D BFLOAT16, -D FLOAT64; else float)
+//   W  the type to compute and sum in: float, or double for double
+// LANES threads share a row. Compiled for a CPU (by the tests), a block is one thread and a row has
+// one lane: the same source, run in a loop.
 #if defined(BFLOAT16)
 #include <cuda_bf16.h>
 typedef __nv_bfloat16 T;
@@ -25,8 +25,10 @@ typedef long long Index;
 
 #define GLOBAL extern "C" __global__ void
 
-// Each element of n, by all threads of all blocks.
-#define EACH(i, n) for (Index i = blockIdx.x * (Index)blockDim.x + threadIdx.x; i < (n); i += (Index)gridDim.x * blockDim.x)
+// Loop over n elements, with all threads of all blocks.
+#define EACH(i, n) \
+    for (Index i = blockIdx.x * (Index)blockDim.x + threadIdx.x; i < (n); \
+         i += (Index)gridDim.x * blockDim.x)
 
 #ifdef __CUDACC__
 #define LANES 32
@@ -34,7 +36,8 @@ typedef long long Index;
 
 template <typename V>
 __device__ V lanes_sum(V value) {
-    for (int offset = LANES / 2; offset; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+    for (int offset = LANES / 2; offset; offset /= 2)
+        value += __shfl_xor_sync(0xffffffffu, value, offset);
     return value;
 }
 
@@ -53,8 +56,9 @@ __device__ V lanes_max(V value) {
 #define lanes_max(value) (value)
 #endif
 
-// Each row of n, by all groups of lanes.
+// Loop over n rows, with all groups of lanes.
 #define EACH_ROW(r, n) \
-    for (Index r = (blockIdx.x * (Index)blockDim.x + threadIdx.x) / LANES; r < (n); r += (Index)gridDim.x * blockDim.x / LANES)
-// Each column of n, by the lanes of a row.
+    for (Index r = (blockIdx.x * (Index)blockDim.x + threadIdx.x) / LANES; r < (n); \
+         r += (Index)gridDim.x * blockDim.x / LANES)
+// Loop over n columns, with the lanes of a row.
 #define EACH_LANE(c, n) for (Index c = LANE; c < (n); c += LANES)

@@ -1,6 +1,6 @@
-"""GPT-2 (Radford et al. 2019) without dropout; names and (in, out) weight shapes are those of its published checkpoint.
+"""GPT-2 (Radford et al. 2019) without dropout, with the published names and (in, out) shapes.
 
-Shapes: B sequences, T positions up to `context`, C = `width` channels, H = `heads` heads, V = `vocab`.
+Shapes: B sequences, T positions up to `context`, C = `width` channels, H = `heads`, V = `vocab`.
 """
 
 import math
@@ -24,10 +24,11 @@ from models.ops import (
 
 
 class GPT:
-    """`layers` blocks between an embedding and a head that share `wte`. Inputs and targets (B, T), T <= context.
+    """`layers` blocks between an embedding and a head that share `wte`.
 
-    Its layers are in `.layers`, its sizes in `.depth` (the number of blocks), `.width`, `.heads`, `.context`, `.vocab`.
-    Raises ValueError for a size below 1, or heads that do not divide the width.
+    Inputs and targets (B, T), T <= context. Sizes: `.depth` (the number of blocks), `.width`,
+    `.heads`, `.context`, `.vocab`. Raises ValueError for a size below 1, or heads that do not
+    divide the width.
     """
 
     def __init__(self, layers, width, heads, context, vocab):
@@ -36,13 +37,8 @@ class GPT:
         )
         if width % heads:
             raise ValueError(f"heads: {heads} does not divide width {width}")
-        self.depth, self.width, self.heads, self.context, self.vocab = (
-            layers,
-            width,
-            heads,
-            context,
-            vocab,
-        )
+        self.depth, self.width, self.heads = layers, width, heads
+        self.context, self.vocab = context, vocab
         blocks = [
             Block(f"h.{i}", width, heads, residual_std=0.02 / math.sqrt(2 * layers))
             for i in range(layers)
@@ -50,17 +46,17 @@ class GPT:
         self.layers = [Embedding(width, context, vocab), *blocks, GPTHead(width, vocab)]
 
     def check(self, inputs, targets):
-        """Raises ValueError for a token outside of the vocabulary."""
+        """Raise ValueError for a token outside the vocabulary."""
         check_tokens(inputs, targets, self.vocab)
 
     def loss(self, logits_BTV, targets_BT, divisor):
-        """(loss_sum, d(loss_sum / divisor) / d logits in the logits' memory); targets below 0 do not count."""
+        """(loss_sum, d(loss_sum / divisor) / d logits in the logits' memory): cross_entropy."""
         loss_sum, d_NV = cross_entropy(flat_rows(logits_BTV), targets_BT.reshape(-1), divisor)
         return loss_sum, d_NV.reshape(logits_BTV.shape)
 
 
 def parameters(w, name):
-    """A sublayer's pair: weight and bias."""
+    """A sublayer's (weight, bias)."""
     return w[f"{name}.weight"], w[f"{name}.bias"]
 
 
@@ -83,10 +79,12 @@ class Embedding(Layer):
         init_normal(w, key, "wpe.weight", 0.02)
 
     def forward(self, w, tokens_BT, start=0):
-        """The tokens' positions count from `start`. Raises ValueError for sequences longer than the context."""
+        """Positions count from `start`. Raises ValueError for sequences longer than the context."""
         stop = start + tokens_BT.shape[1]
         if stop > self.context:
-            raise ValueError(f"inputs: {stop} tokens a sequence, the context is {self.context}")
+            raise ValueError(
+                f"inputs: expected at most {self.context} tokens per sequence, got {stop}"
+            )
         y_BTC = embedding(tokens_BT, w["wte.weight"])
         y_BTC += w["wpe.weight"][start:stop]
         return y_BTC, tokens_BT
@@ -124,7 +122,7 @@ class Block(Layer):
         }
 
     def init(self, w, key):
-        """Normal 0.02; the two that write onto the residual 0.02 / sqrt(2 * layers); gains 1, biases 0."""
+        """Normal 0.02, but 0.02 / sqrt(2 * layers) for c_proj; gains 1, biases 0."""
         for name in self.shapes():
             if name in ("ln_1.weight", "ln_2.weight"):
                 w[name][...] = 1.0
@@ -134,7 +132,7 @@ class Block(Layer):
                 init_normal(w, key, name, self.residual_std if "c_proj" in name else 0.02)
 
     def forward(self, w, x_BTC, attend=None):
-        """Saves 16 BTC elements; backward computes only the scores again. `attend` takes attention's place, if it is given."""
+        """Saves 16 BTC elements; backward recomputes the scores. `attend` replaces attention."""
         in_1_BTC, norm_1 = layer_norm(x_BTC, *parameters(w, "ln_1"))
         qkv_BTF = linear(in_1_BTC, *parameters(w, "attn.c_attn"))
         mixed_BTC, lse = (attend or attention)(qkv_BTF, self.heads)
@@ -146,17 +144,8 @@ class Block(Layer):
         active_BTF, slope_BTF = bias_gelu(hidden_BTF, w["mlp.c_fc.bias"]), hidden_BTF
         y_BTC = linear(active_BTF, *parameters(w, "mlp.c_proj"))
         y_BTC += mid_BTC
-        return y_BTC, (
-            in_1_BTC,
-            norm_1,
-            qkv_BTF,
-            mixed_BTC,
-            lse,
-            in_2_BTC,
-            norm_2,
-            active_BTF,
-            slope_BTF,
-        )
+        first, second = (in_1_BTC, norm_1, qkv_BTF, mixed_BTC, lse), (in_2_BTC, norm_2)
+        return y_BTC, (*first, *second, active_BTF, slope_BTF)
 
     def backward(self, w, dw, saved, dy_BTC):
         in_1_BTC, norm_1, qkv_BTF, mixed_BTC, lse, in_2_BTC, norm_2, active_BTF, slope_BTF = saved
@@ -181,7 +170,7 @@ class Block(Layer):
 
 
 class GPTHead(Layer):
-    """(B, T, C) -> logits (B, T, V): the final layer norm, then the product with the embedding's own wte."""
+    """(B, T, C) -> logits (B, T, V): the final layer norm, then the embedding's wte."""
 
     name = "head"
     unit = "outer"
@@ -194,7 +183,7 @@ class GPTHead(Layer):
         return {"wte.weight": (self.vocab, C), "ln_f.weight": (C,), "ln_f.bias": (C,)}
 
     def init(self, w, key):
-        """Gain 1, bias 0; wte is the embedding's to assign."""
+        """Gain 1, bias 0; the embedding assigns wte."""
         w["ln_f.weight"][...] = 1.0
         w["ln_f.bias"][...] = 0.0
 

@@ -1,8 +1,8 @@
-"""The one place that chooses between an operation and its fused twin on a GPU.
+"""Chooses between an operation and its fused twin on a GPU.
 
-Operations are written once, in NumPy's functions, which dispatch on the type of array: so they run on CuPy's arrays too.
-Where there is a twin, CuPy's arrays are handed to it instead: the function of the same name and signature in the package's
-`kernels` module, which is imported when the first such array comes.
+Operations are written once, with NumPy functions that dispatch on the array type, so they also run
+on CuPy arrays. Those with a twin pass CuPy arrays to it: the function with the same name and
+signature in the package's `kernels` module, imported on first use.
 """
 
 from functools import wraps
@@ -10,7 +10,7 @@ from importlib import import_module
 
 
 def on_gpu(operation):
-    """The operation; where its first argument is an array of CuPy's, its twin."""
+    """Decorate an operation: if its first argument is a CuPy array, call its twin."""
     kernels = operation.__module__.rpartition(".")[0] + ".kernels"
 
     @wraps(operation)

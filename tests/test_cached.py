@@ -46,7 +46,7 @@ def test_a_full_cache_takes_no_more(case):
     cache = Cache(model)
     cache.predict(tokens_BT, walk)
     with pytest.raises(
-        ValueError, match=f"{model.context + 1} tokens a sequence, the context is {model.context}"
+        ValueError, match=f"most {model.context} tokens per sequence, got {model.context + 1}"
     ):
         cache.predict(tokens_BT[:, :1], walk)
 

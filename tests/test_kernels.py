@@ -299,7 +299,7 @@ def test_a_product_of_every_arrangement(twins):
                 np.testing.assert_allclose(out_, a @ b, rtol=0, atol=1e-13)  # sums of 5 terms
                 twins[0].multiply(a_, b_, out_, accumulate=True)
                 np.testing.assert_allclose(out_, 2 * (a @ b), rtol=0, atol=1e-13)
-    with pytest.raises(ValueError, match="rows of neighbours"):
+    with pytest.raises(ValueError, match="contiguous rows in out"):
         twins[0].multiply(here(a), here(b), here(out.swapaxes(1, 2).copy()).swapaxes(1, 2))
 
 

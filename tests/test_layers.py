@@ -171,7 +171,7 @@ def test_a_micro_batch_without_counted_targets_adds_nothing():
 
 def test_a_step_in_which_no_target_counts_is_an_error():
     model, weights, (inputs, targets) = gpt_case()
-    with pytest.raises(ValueError, match="none of 1 micro-batches has one that counts"):
+    with pytest.raises(ValueError, match="expected one of at least 0, got none in 1 micro"):
         plain_step(model, weights, [(inputs, np.full_like(targets, -1))], None)
 
 

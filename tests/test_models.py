@@ -163,11 +163,11 @@ def test_models_keep_their_sizes():
     ("change", "message"),
     [
         ({"heads": 7, "width": 64}, "heads: 7 does not divide width 64"),
-        ({"heads": 0}, "heads: 0 is below 1"),
-        ({"width": -6}, "width: -6 is below 1"),
-        ({"layers": 0}, "layers: 0 is below 1"),
-        ({"context": 0}, "context: 0 is below 1"),
-        ({"vocab": 0}, "vocab: 0 is below 1"),
+        ({"heads": 0}, "heads: expected a whole number of at least 1, got 0"),
+        ({"width": -6}, "width: expected a whole number of at least 1, got -6"),
+        ({"layers": 0}, "layers: expected a whole number of at least 1, got 0"),
+        ({"context": 0}, "context: expected a whole number of at least 1, got 0"),
+        ({"vocab": 0}, "vocab: expected a whole number of at least 1, got 0"),
     ],
 )
 def test_a_bad_size_is_named_with_its_value(change, message):
@@ -182,7 +182,7 @@ def test_a_bad_size_is_named_with_its_value(change, message):
 def test_inputs_longer_than_the_context_are_an_error(case):
     model, weights, _ = case()
     first = model.layers[0]
-    with pytest.raises(ValueError, match=r"^inputs: 6 tokens a \w+, the context is 5$"):
+    with pytest.raises(ValueError, match=r"^inputs: expected (at most )?5 tokens per \w+, got 6$"):
         first.forward(weights[unit_of(first)], np.zeros((2, 6), np.int64))
 
 
@@ -224,7 +224,7 @@ def test_one_layer_at_two_places_is_an_error():
     """What it keeps for its backward is kept once."""
     model = GPT(**SMALL_GPT)
     model.layers[2] = model.layers[1]
-    with pytest.raises(ValueError, match=r"^model: layer h\.0 stands at two places"):
+    with pytest.raises(ValueError, match=r"^model: layer h\.0 appears twice"):
         units(model)
 
 

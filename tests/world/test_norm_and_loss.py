@@ -132,7 +132,7 @@ def test_a_step_without_any_counted_target_is_one_error_on_all_ranks(comm):
     zero = ZeRO(gpt(), world_of("auto"), 3)
     inputs, targets = micro_batch(zero.model, 1, comm.rank)
     for call in (zero.train_step, zero.evaluate):
-        with pytest.raises(UsageError, match="targets: none is counted"):
+        with pytest.raises(UsageError, match="targets: expected one of at least 0"):
             call([(inputs, np.full_like(targets, -1))])
 
 
@@ -140,7 +140,8 @@ def test_a_step_without_any_counted_target_is_one_error_on_all_ranks(comm):
 def test_unequal_numbers_of_micro_batches_are_one_error_on_all_ranks(comm):
     zero = ZeRO(gpt(), world_of("auto"), 3)
     with pytest.raises(
-        UsageError, match=r"micro-batches: every rank needs the same number, none empty; got \[2, 1"
+        UsageError,
+        match=r"micro-batches: expected the same number on every rank, none empty; got \[2, 1",
     ):
         zero.train_step(share(zero.model, 1, zero.world, 2 if comm.rank == 0 else 1))
     with pytest.raises(UsageError, match="got \\[0"):

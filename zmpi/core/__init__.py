@@ -1,1 +1,1 @@
-"""The mechanism: state kept apart, one shard per rank; a layer put together only while it is computed."""
+"""The mechanism: each rank keeps one shard of the state; a layer is whole only while in use."""

@@ -1,8 +1,9 @@
-"""The engine: the training step of models/layer.py, with the training state kept apart. Read this first.
+"""The engine: the training step of models/layer.py, with sharded training state. Read this first.
 
-Every rank runs `train_step` on its own data. A layer's weights are put together just before they are used and dropped
-after; its gradient is summed over ranks as soon as it is complete, each rank keeping one slice; then every rank updates
-the slice it owns. The stage decides which of these do anything: see the three booleans in stages.py, asked in unit.py.
+Every rank runs `train_step` on its own data. A layer's weights are gathered just before use and
+freed after it; its gradient is summed over ranks once complete, and each rank keeps one slice; then
+every rank updates the slice it owns. The stage's three booleans (stages.py, asked in unit.py)
+decide which of these do anything.
 """
 
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ SEED = Domain(-inf, whole=True)
 
 
 def lets_go(walk):
-    """For a walk through the layers: one that ends by an exception lets go of all that is not owned."""
+    """Decorate a walk through the layers: an exception drops everything not owned."""
 
     @wraps(walk)
     def guarded(self, *arguments):
@@ -49,14 +50,14 @@ def lets_go(walk):
 
 
 class ZeRO:
-    """A model in training, its state kept apart over the ranks of `world` as `stage` (0-3) says.
+    """A model in training, its state sharded over the ranks of `world` according to `stage` (0-3).
 
-    `optimizer` is an AdamW or SGD (default: AdamW()); initial weights depend on `seed` and the parameters' names only;
-    `policy` holds the precision, prefetch and recomputation. What the ranks disagree on, or what cannot be done, is
-    one error on all of them (errors.UsageError).
+    `optimizer`: an Optimizer (default: AdamW()); `policy`: precision, prefetch, recomputation.
+    Initial weights depend only on `seed` and the parameters' names. Settings that differ between
+    ranks, or cannot be met, are one UsageError on all ranks.
     """
 
-    # What a changed algorithm replaces, in a subclass of its own.
+    # A subclass replaces these to change the algorithm.
     make_ledger = Ledger
     make_communicator = Communicator
     make_layout = Layout
@@ -65,7 +66,7 @@ class ZeRO:
     turn = staticmethod(turn)
 
     def make_layer(self, layer):
-        """The layer as the loops call it: itself."""
+        """The layer that the loops call: itself."""
         return layer
 
     def __init__(self, model, world, stage=3, optimizer=None, seed=0, policy=None):
@@ -75,7 +76,7 @@ class ZeRO:
             reduction = world.reduction_for(self.policy.recipe)
         self.model, self.world, self.optimizer, self.seed = model, world, optimizer or AdamW(), seed
         self.step = 0  # training steps taken
-        self.updates = 0  # updates made: Adam's count, and the learning rate's place in its course
+        self.updates = 0  # updates made: Adam's t, and the learning rate schedule's
         self.scaler = self.policy.scaler()
         self.last = None  # the last Step
         self.ledger = self.make_ledger()
@@ -99,9 +100,9 @@ class ZeRO:
 
     @lets_go
     def train_step(self, micro_batches):
-        """One update from [(inputs, targets), ...], one entry per micro-batch of this rank; returns the mean loss.
+        """One update from this rank's micro-batches, [(inputs, targets), ...]; returns the loss.
 
-        The loss is that before the update, over all counted targets (those >= 0) of all ranks.
+        That is the mean before the update, over the counted targets (those >= 0) of all ranks.
         """
         self.ledger.begin_step()
         counted = self._open(micro_batches)
@@ -122,7 +123,7 @@ class ZeRO:
         return self.last.loss
 
     def forward_backward(self, micro_batch, divisor):
-        """Add the gradient of (this micro-batch's loss sum / divisor) onto the units'; returns the loss sum."""
+        """Add a micro-batch's gradient of (loss sum / divisor) to the units'; returns the sum."""
         (x, targets), kept = micro_batch, {}
         *layers, _ = self.layers
         forward, last, backward = self.schedule.parts
@@ -146,7 +147,7 @@ class ZeRO:
         return loss_sum
 
     def gather(self, visit):
-        """The visit's weights, put together ({}: it needs none); then the next visit's gather starts."""
+        """Wait for the visit's weights ({}: none needed), and start the next visit's gather."""
         if visit.gather:
             self.units[visit.unit].gather()
         w = self.units[visit.unit].weights() if visit.weights else {}
@@ -155,45 +156,43 @@ class ZeRO:
         return w
 
     def partial(self, visit):
-        """The partial gradient of the visit's unit, to which backward adds."""
+        """The partial gradient of the visit's unit, for backward to add to."""
         return self.units[visit.unit].partial() if visit.unit else {}
 
     def free(self, visit):
-        """Drop the full vector of the visit's unit, unless the next visit needs it. This empties the views of it."""
+        """Drop the unit's full vector, and empty its views, unless the next visit needs it."""
         if visit.free:
             self.units[visit.unit].free()
 
     def reduce(self, visit):
-        """Sum the partial gradient over ranks and keep the shard, once the unit's last layer has added to it."""
+        """Once the unit's last layer added to it, sum the partial gradient over ranks."""
         if visit.reduce:
             self.units[visit.unit].reduce()
 
     def evaluate(self, micro_batches):
-        """The mean loss over the counted targets of all ranks' micro-batches; gathers and frees as training does."""
+        """The mean loss over the counted targets of all ranks; gathers and frees like training."""
         with self.ledger.as_other():
             counted = self._open(micro_batches, training=False)
             batches = self.world.device.batches(micro_batches)
-            losses = [
-                self.model.loss(self.forward(x), targets, counted)[0] for x, targets in batches
-            ]
+            losses = [self.model.loss(self.forward(x), y, counted)[0] for x, y in batches]
             return add_up(self.comm.gather_scalars(losses).T.ravel()) / counted
 
     @lets_go
     def forward(self, x, apply=lambda layer, w, x: layer.forward(w, x)[0]):
-        """What comes out of the last layer: x = apply(layer, w, x) of each. Gathers and frees as training does."""
+        """The last layer's output, with x = apply(layer, w, x) at each; gathers and frees."""
         for layer, visit in zip(self.model.layers, self.evaluation, strict=True):
             w = self.gather(visit)
             x = apply(layer, w, x)
             self.free(visit)
         return x
 
-    # -- what the ranks tell each other ------------------------------------------------------------
+    # -- what the ranks exchange -------------------------------------------------------------------
 
     def _open(self, micro_batches, training=True):
-        """Agree on the step. Returns the counted targets of all ranks; raises Agreed where it cannot be taken."""
+        """Agree on the step; returns all ranks' counted targets, or raises Agreed."""
         stop, started = training * self.world.guard.stop_requested, self.world.lane.started
         too_large = int(sum(unit.too_large for unit in self.units.values()))
-        fault = refused(self.model, micro_batches)  # on the host: an index on a GPU would wrap
+        fault = refused(self.model, micro_batches)  # on the host: a GPU wraps a wrong index
         mine = Opening.of(micro_batches, too_large, stop, started, fault is not None)
         everyone = Opening.columns(self.comm.gather_scalars(mine))
         self.world.settle(everyone.started)
@@ -209,14 +208,12 @@ class ZeRO:
         return everyone.check_counted()
 
     def _agree(self, losses, counted):
-        """The Step: every rank tells its losses and its pieces of the norm. Raises Agreed if float32 is not enough."""
-        assert not self.comm.in_flight, (
-            "a gather is under way at the update: it would bring weights of the last step"
-        )
+        """The Step, from all ranks' losses and pieces of the norm. Raises Agreed if not finite."""
+        assert not self.comm.in_flight, "a gather is under way at the update: of old weights"
         squares = sum(unit.squares() for unit in self.units.values())  # unit after unit
         everyone = self.comm.gather_scalars([*losses, *squares])
         all_losses, all_squares = np.split(everyone, [len(losses)], axis=1)
-        loss = add_up(all_losses.T.ravel()) / counted  # in order of j: of m, then of the rank
+        loss = add_up(all_losses.T.ravel()) / counted  # in order of j: by micro-batch, then rank
         norm, scale = sqrt(add_up(all_squares.ravel())) / self.scaler.scale, self.scaler.scale
         self.step += 1
         skipped = not (isfinite(loss) and isfinite(norm))
@@ -227,27 +224,27 @@ class ZeRO:
         return Step(loss, norm, lr, counted, len(losses), scale, skipped)
 
     def save(self, folder, keep=3):
-        """Add a checkpoint to a folder of them, of which the last `keep` remain. Collective; see checkpoint.Keeper."""
+        """Add a checkpoint to a folder, which keeps the last `keep`. Collective; see Keeper."""
         return checkpoint.save(self, folder, keep)
 
     def load(self, folder):
-        """Go on from a folder's newest complete checkpoint. Collective; what cannot be loaded changes nothing."""
+        """Continue from a folder's newest checkpoint. Collective; an error changes nothing."""
         self.world.settle()
         return checkpoint.load(self, folder)
 
-    # -- how it is made ----------------------------------------------------------------------------
+    # -- construction ------------------------------------------------------------------------------
 
     def _layers(self, layers):
-        """The layers as the loops call them. The last one's input is at hand at the turn, so nothing is recomputed."""
+        """The layers that the loops call. The last one still has its input: never recomputed."""
         *layers, last = map(self.make_layer, layers)
         if self.policy.recompute:
             layers = [Recomputed(at) if at.backward_needs_weights else at for at in layers]
         return [*layers, last]
 
     def _make_units(self, specs):
-        """{name: Unit} with all the memory that they own, and the message buffers."""
+        """{name: Unit}, with all owned memory, and the message buffers."""
         if not specs:
-            raise ValueError("model: expected at least one parameter, no layer has any")
+            raise ValueError("model: expected at least one parameter, got none")
         device, moments = self.world.device, self.optimizer.moments
         recipe = device.recipe(self.policy.recipe)
         shared = Shared(self.stage, recipe, self.comm, self.ledger, device, moments)
@@ -261,20 +258,20 @@ class ZeRO:
     # -- weights -----------------------------------------------------------------------------------
 
     def _initialise(self):
-        """Make the weights unit by unit (fill, keep the slice, free): no rank ever holds the whole model at stage 3."""
+        """Initialise unit by unit (fill, keep the slice, free): stage 3 never has a whole model."""
         for unit in self.units.values():
             full = self.ledger.track("full", np.zeros(unit.layout.padded, np.float32))
             for layer in self.model.layers:
                 if unit_of(layer) == unit.layout.name:
                     layer.init(unit.layout.views(full), key_for(self.seed, unit.layout.prefix))
             unit.fill(full)
-            del full  # before the next one is made
+            del full  # before making the next one
 
     @contextmanager
     def gathered(self):
-        """The whole model on every rank, as {full name: array}: the one place where it may be. For reading only.
+        """The whole model on every rank, {full name: array}, read-only: the only place it exists.
 
-        The arrays are the engine's memory: they are valid inside the `with` block, and must be copied to be kept.
+        The arrays are the engine's memory, valid inside the `with` block: copy what you keep.
         """
         parameters = {}
         self.world.settle()

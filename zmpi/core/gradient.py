@@ -1,46 +1,46 @@
-"""A unit's gradient on one rank: the partial gradient of its own data, and the owned part of the sum over ranks.
+"""A unit's gradient on one rank: the partial one of its data, and its part of the sum over ranks.
 
-gradients, reduction   regime         the partial gradient            micro-batches are added up in
-sharded, either        ReducedEach    a vector of its own             the owned shard; 16 bits: a float32 sum
-whole, ordered         ReducedEach    the owned vector; 16 bits:      a float32 sum (of one micro-batch: the
-                                      a vector of its own             owned shard)
-whole, mpi             ReducedOnce    the owned vector                the owned vector
+gradients, reduction  regime       the partial gradient is  micro-batches are added up in
+sharded, either       ReducedEach  a vector of its own      the owned shard; 16 bits: a float32 sum
+whole, ordered        ReducedEach  the owned vector;        a float32 sum (a single micro-batch:
+                                   16 bits: one of its own  the owned shard)
+whole, mpi            ReducedOnce  the owned vector         the owned vector
 """
 
 from zmpi.numbers.sums import round_to
 
 
 def make_gradient(layout, shared):
-    """The Gradient of a unit: the one place that chooses its regime."""
+    """The Gradient of a unit. The only place that chooses its regime."""
     each = shared.stage.gradients or shared.comm.ordered
     return (ReducedEach if each else ReducedOnce)(layout, shared)
 
 
 class Gradient:
-    """What both regimes have in common. A step is begin_step(), then views() and reduce() for each micro-batch."""
+    """What both regimes share. A step: begin_step(), then views() and reduce() per micro-batch."""
 
     def __init__(self, layout, shared):
         self.layout, self.shared = layout, shared
         sharded, dtype = shared.stage.gradients, shared.recipe.gradient
         self.owned = shared.own("gradients", layout, sharded, dtype)
-        self.partial = self.sum = None  # for the moment of use
-        self._handed = {}  # the views that were handed out, emptied when the partial gradient is dropped
+        self.partial = self.sum = None  # exist only while in use
+        self._handed = {}  # the views handed out, emptied when the partial gradient is dropped
         self._first = True  # whether this is the step's first micro-batch
-        self._left = 1  # micro-batches that are not reduced yet
+        self._left = 1  # micro-batches not yet reduced
 
     def begin_step(self, micro_batches):
-        """From now on there are so many micro-batches to reduce."""
+        """Expect this number of micro-batches."""
         self._first, self._left = True, micro_batches
 
     def views(self):
-        """{local name: view} of the partial gradient, zeros at the first call; backward adds to it."""
+        """{local name: view} of the partial gradient, initially zero; backward adds to it."""
         if self.partial is None:
             self.partial = self._make_partial()
             self._handed = self.layout.views(self.partial)
         return self._handed
 
     def reduce(self):
-        """Sum the partial gradient over ranks onto what this rank owns, and drop it. Ends the micro-batch."""
+        """Add the sum over ranks onto the part this rank owns. Ends the micro-batch."""
         self._left -= 1
         self._reduce()
         self._first = False
@@ -49,13 +49,13 @@ class Gradient:
             comm.all_gather(self.layout, owned.shard, owned.stored).wait()
 
     def drop(self):
-        """Let go of all that is not owned."""
+        """Drop everything not owned."""
         self._handed.clear()
         self.partial = self.sum = None
 
 
 class ReducedOnce(Gradient):
-    """Added up over the micro-batches in the owned vector, and reduced once, after the last."""
+    """Added up over micro-batches in the owned vector, and reduced once, after the last."""
 
     def _make_partial(self):
         if self._first:
@@ -70,7 +70,7 @@ class ReducedOnce(Gradient):
 
 
 class ReducedEach(Gradient):
-    """Reduced after every micro-batch; the owner adds up the sums, one by one."""
+    """Reduced after every micro-batch; the owner adds up the results one by one."""
 
     def _make_partial(self):
         recipe, owned = self.shared.recipe, self.owned
@@ -93,7 +93,7 @@ class ReducedEach(Gradient):
             self.sum = None
 
     def _rounded(self, partial):
-        """As it travels: rounded once to 16 bits, in the owned vector where that has the length."""
+        """The partial gradient to send, rounded once to 16 bits: into a whole owned vector."""
         dtype = self.shared.recipe.gradient
         if partial.dtype == dtype:
             return partial
@@ -103,7 +103,7 @@ class ReducedEach(Gradient):
         return rounded
 
     def _place_for_sum(self):
-        """The owned shard, if it is wide enough and nothing is written to it between two micro-batches."""
+        """The owned shard, if it is wide enough and unused between micro-batches; else a buffer."""
         shard, master = self.owned.shard, self.shared.recipe.master
         if not self._left or (self.owned.sharded and shard.dtype == master):
             return shard

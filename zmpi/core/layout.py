@@ -1,13 +1,14 @@
-"""Where each named parameter lies in its unit's flat padded vector. Pure arithmetic, in elements; no memory, no MPI."""
+"""Where each parameter lies in its unit's flat padded vector. Pure arithmetic, in elements."""
 
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import lcm, prod
 
-# The gradient's norm is summed in lcm(ranks, PIECES) equal pieces of each unit, and floating-point sums depend on where
-# they are cut: so the bits are the same for every number of ranks that divides PIECES. 192 = 64 x 3 is divided by 1, 2, 3,
-# 4, 6, 8, 12, 16, 24, 32, 48, 64, 96 and 192. It costs at most 191 elements of padding a unit, and 192 numbers a step.
+# The gradient's norm is summed in lcm(ranks, PIECES) equal pieces of each unit. Floating-point sums
+# depend on where they are cut, so the bits agree for all numbers of ranks that divide PIECES: 1, 2,
+# 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 192. Costs at most 191 elements of padding per unit, and
+# 192 numbers per step.
 PIECES = 192
 
 
@@ -15,14 +16,14 @@ PIECES = 192
 class Layout:
     """The vector of one unit, cut into `shards` equal shards.
 
-    `shapes` maps a parameter's local name to its shape, in the order in which they lie; `prefix` + local name is its
-    full name. Each starts at a multiple of `align` elements. Zeros lie between them where that leaves room, and follow
-    the last one up to a multiple of lcm(shards, PIECES), so that every shard has the same length, a whole number of the
-    norm's pieces.
+    `shapes` maps local parameter names to shapes, in vector order; `prefix` + local name is the
+    full name. Each parameter starts at a multiple of `align` elements. Zeros fill the gaps, and pad
+    the end to a multiple of lcm(shards, PIECES): all shards have the same length, a whole number of
+    the norm's pieces.
 
-    The padding of every vector stays zero, without anybody looking after it: vectors are filled with zeros when they
-    are made, layers see views of parameters only, the optimizer updates spans of parameters only, and sums over ranks
-    add zeros. So it adds nothing to the norm, and a checkpoint's padding need not be read.
+    Padding stays zero by itself: vectors start as zeros, layers and the optimizer see parameters
+    only, and sums over ranks add zeros. So it adds nothing to the norm, and loading a checkpoint
+    skips it.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Layout:
 
     @cached_property
     def offsets(self):
-        """{local name: its first element}."""
+        """{local name: index of its first element}."""
         rooms = (-(-prod(shape) // self.align) * self.align for shape in self.shapes.values())
         return dict(zip(self.shapes, accumulate(rooms, initial=0), strict=False))
 
@@ -60,7 +61,7 @@ class Layout:
         return lcm(self.shards, PIECES) // self.shards
 
     def shard(self, owner):
-        """The slice of the vector that `owner` keeps."""
+        """The slice of the vector that `owner` owns."""
         return slice(owner * self.shard_length, (owner + 1) * self.shard_length)
 
     def padding(self, part):
@@ -68,7 +69,7 @@ class Layout:
         return part.stop - part.start - sum(stop - start for _, start, stop in self.spans(part))
 
     def views(self, vector):
-        """{local name: view} into a full vector, each in its parameter's shape. The views keep the vector alive."""
+        """{local name: view} of a full vector, in the parameters' shapes. Views keep it alive."""
         at = self.offsets
         return {
             name: vector[at[name] : at[name] + prod(shape)].reshape(shape)
@@ -76,7 +77,7 @@ class Layout:
         }
 
     def spans(self, part):
-        """The parameters inside a slice of the vector, as (local name, start, stop) counted from the slice's start."""
+        """The parameters in a slice: [(local name, start, stop), ...], relative to the slice."""
         found = []
         for name, shape in self.shapes.items():
             start = max(self.offsets[name], part.start)

@@ -1,9 +1,9 @@
-"""The order in which one micro-batch visits the layers, as a table made beforehand that can be printed and tested.
+"""The order in which a micro-batch visits the layers, as a table computed in advance.
 
-Forwards through the layers, the turn at the last one (its forward, the loss and its backward are one visit), and
-backwards. A unit is gathered where it is needed and was not kept from the visit before, freed where the next visit does
-not need it, and reduced at the last visit that adds to its gradient. No stage is asked here: where parameters are not
-sharded, gather and free do nothing.
+Forward through the layers, the turn at the last one (forward, loss and backward in one visit), and
+backward. A unit is gathered if the visit needs it and the previous one did not keep it, freed if
+the next visit does not need it, and reduced at the last visit that adds to its gradient. This does
+not depend on the stage: if parameters are not sharded, gather and free do nothing.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ class Visit:
     unit: str | None  # None: the layer has no parameters
     forward: bool
     backward: bool
-    weights: bool  # whether the layer's computation needs the unit's full vector
+    weights: bool  # whether the computation needs the unit's full vector
     gather: bool = False
     free: bool = False
     reduce: bool = False
@@ -43,7 +43,7 @@ class Visit:
 
 
 class Schedule(tuple):
-    """A tuple of visits, which prints as a table. Each says what the next one gathers."""
+    """A tuple of visits that prints as a table. Each knows what the next one gathers."""
 
     def __new__(cls, visits):
         visits = list(visits)
@@ -59,12 +59,12 @@ class Schedule(tuple):
 
     @property
     def gathers(self):
-        """Counter {unit: gathers in one micro-batch}, where parameters are sharded."""
+        """Counter {unit: gathers per micro-batch}, if parameters are sharded."""
         return Counter(visit.unit for visit in self if visit.gather)
 
     @property
     def reduces(self):
-        """Counter {unit: reductions in one micro-batch}, where gradients are sharded."""
+        """Counter {unit: reductions per micro-batch}, if gradients are sharded."""
         return Counter(visit.unit for visit in self if visit.reduce)
 
     def __str__(self):
@@ -80,9 +80,9 @@ class Schedule(tuple):
 
 
 def training_schedule(layers, units):
-    """The walk of one micro-batch: `layers` follow the Layer contract, `units` names the unit of each.
+    """The schedule of a micro-batch: `layers` follow the Layer contract, `units` are their units.
 
-    A layer without parameters has no unit (None): it is computed, and nothing moves for it.
+    A layer without parameters has no unit (None): it is computed, but nothing is moved.
     """
     last = len(layers) - 1
     walk = [
@@ -96,7 +96,7 @@ def training_schedule(layers, units):
 
 
 def evaluation_schedule(layers, units):
-    """The forward pass alone, gathered and freed as in training."""
+    """The forward pass alone, gathering and freeing as in training."""
     return _with_moves(
         [
             Visit(i, unit, forward=True, backward=False, weights=unit is not None)
@@ -106,7 +106,7 @@ def evaluation_schedule(layers, units):
 
 
 def _with_moves(walk):
-    """Say at each visit whether its unit is gathered before it, freed and reduced after it."""
+    """Decide for each visit whether it gathers, frees and reduces its unit."""
     schedule = []
     for i, visit in enumerate(walk):
         before = walk[i - 1] if i else None
@@ -122,7 +122,7 @@ def _with_moves(walk):
 
 
 def _before(visit, following):
-    """The visit, in the knowledge of what the next one gathers."""
+    """The visit, with what the next one gathers."""
     return replace(visit, next=following)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks tell each other in a step: as it opens, and what it came to."""
+"""What the ranks exchange as a step opens, and the step's result."""
 
 import signal
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from zmpi.process.errors import Agreed, UsageError
 
 @dataclass(frozen=True)
 class Step:
-    """What the last training step was: the same numbers on every rank."""
+    """The result of a training step: the same numbers on every rank."""
 
     loss: float  # mean over the counted targets of all ranks, before the update
     grad_norm: float  # of the gradient of that mean, unscaled and before clipping
     lr: float
     tokens: int  # counted targets of all ranks
     micro_batches: int  # of each rank
-    loss_scale: float  # the scale of this step
-    skipped: bool  # whether 16-bit gradients overflowed, and nothing was updated
+    loss_scale: float  # in this step
+    skipped: bool  # 16-bit gradients overflowed, so nothing was updated
 
 
 class Stopped(Agreed):
-    """The signal that ends the run, agreed by all ranks before a step: time to save and leave."""
+    """A signal ends the run; all ranks agreed on it before a step, so there is time to save."""
 
     def __init__(self, number):
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -31,38 +31,38 @@ class Stopped(Agreed):
 
 
 class Opening(NamedTuple):
-    """What a rank tells the others as a step opens; of all ranks, a column each, in rank order."""
+    """What a rank sends the others as a step opens; `columns` has each field of all ranks."""
 
     micro_batches: int  # 0 if one of them is empty
     counted: int  # targets
-    too_large: int  # weights that the last update took beyond 16 bits
+    too_large: int  # weights that the last update made too large for 16 bits
     stop: int  # the signal that asked this rank to stop, or 0
-    started: int  # collectives on the lane of vectors, see World.settle
-    refused: int  # whether the model refuses one of the micro-batches
+    started: int  # collectives on the vectors' lane, see World.settle
+    refused: int  # whether the model's check fails for a micro-batch
 
     @classmethod
     def of(cls, micro_batches, *rest):
-        """This rank's, from [(inputs, targets), ...]; `rest` are the other fields."""
+        """This rank's Opening, from [(inputs, targets), ...]; `rest`: the other fields."""
         number = len(micro_batches) * all(len(targets) for _, targets in micro_batches)
         counted = sum(int(np.count_nonzero(targets >= 0)) for _, targets in micro_batches)
         return cls(number, counted, *rest)
 
     @classmethod
     def columns(cls, everyone):
-        """All ranks', from Communicator.gather_scalars."""
+        """All ranks' Openings as columns in rank order, from Communicator.gather_scalars."""
         return cls(*everyone.T.astype(np.int64))
 
     def check_numbers(self):
-        """Raises UsageError where ranks have different numbers of micro-batches, or an empty one."""
+        """Raise UsageError if ranks have different numbers of micro-batches, or one is empty."""
         numbers = self.micro_batches.tolist()
         if len(set(numbers)) > 1 or not numbers[0]:
             raise UsageError(
-                f"micro-batches: every rank needs the same number, none empty; got {numbers}"
+                f"micro-batches: expected the same number on every rank, none empty; got {numbers}"
             )
 
     def check_counted(self):
-        """The counted targets of all ranks. Raises UsageError where there are none."""
+        """The counted targets of all ranks; UsageError if there are none."""
         counted = int(sum(self.counted))
         if not counted:
-            raise UsageError("targets: none is counted (all are below 0) on any rank")
+            raise UsageError("targets: expected one of at least 0, got none on any rank")
         return counted

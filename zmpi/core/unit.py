@@ -1,17 +1,14 @@
-"""A unit: parameters that are gathered and reduced together, and all the memory that they ever have.
+"""A unit: parameters that are gathered and reduced together, and all the memory they use.
 
-Owned, from the first step to the last (a shard where the stage shards that kind, else the whole vector):
-    parameters   in the recipe's parameter type
-    gradients    in its gradient type: see gradient.py
-    master, and the optimizer's moments   in its master type (float32 parameters are their own master)
-For the moment of use:
-    full         the gathered parameters, where they are sharded; between gather and free
-    widened      a 16-bit full vector in float32, for the arithmetic; between gather and free
-    partial      the gradient of this rank's data only, full length; from the first backward visit to reduce
-    sum          where micro-batches are added up in float32, if no owned vector can hold that; until the last reduce
-
-The padding of every vector stays zero: it starts so, gradients of it are zero, and so are the moments and the updates
-that follow. It adds nothing to a norm.
+Owned throughout training (a shard if the stage shards that kind, else the whole vector):
+    parameters       in the recipe's parameter type
+    gradients        in its gradient type: see gradient.py
+    master, moments  in its master type (float32 parameters are their own master)
+Only while in use:
+    full     the gathered parameters, if they are sharded; from gather to free
+    widened  a 16-bit full vector in float32, to compute with; from gather to free
+    partial  the gradient of this rank's data, full length; from the first backward to reduce
+    sum      the float32 sum over micro-batches, if no owned vector can hold it; to the last reduce
 """
 
 import numpy as np
@@ -22,7 +19,7 @@ from zmpi.numbers.sums import round_to
 
 
 class Unit:
-    """One unit on one rank. Its verbs are gather, free, reduce and update."""
+    """One unit on one rank, with the verbs gather, free, reduce and update."""
 
     def __init__(self, layout, shared):
         self.layout, self.shared = layout, shared
@@ -33,23 +30,21 @@ class Unit:
         self.moments = {name: self._own_state() for name in shared.moments}
         self.master = self.parameters if recipe.own_master else self._own_state()
         self.owned = self._slice()
-        self.full = self.widened = self._gather = None  # _gather: the one under way
-        self._handed = {}  # the views that were handed out, emptied when the full vector is dropped
-        self.too_large = (
-            0  # weights of the last update, finite in the master and infinite in 16 bits
-        )
+        self.full = self.widened = self._gather = None  # _gather: the one in progress
+        self._handed = {}  # the views handed out, emptied when the full vector is dropped
+        self.too_large = 0  # weights that the last update made infinite in 16 bits
 
     # -- gather and free ---------------------------------------------------------------------------
 
     def gather(self):
-        """Start to put the full vector together. Nothing to do where it is whole, or already under way."""
+        """Start gathering the full vector, unless it is stored whole or the gather has started."""
         if self.parameters.sharded and self.full is None:
             shared = self.shared
             self.full = shared.new("full", self.layout.padded, shared.recipe.parameter)
             self._gather = shared.comm.all_gather(self.layout, self.parameters.stored, self.full)
 
     def weights(self):
-        """{local name: view} of the full vector, once it is there. free() empties it."""
+        """{local name: view} of the full vector, after waiting for it. free() empties it."""
         self._arrive()
         if not self._handed:
             full = self.full if self.parameters.sharded else self.parameters.stored
@@ -57,25 +52,25 @@ class Unit:
         return self._handed
 
     def free(self):
-        """Drop the full vector; what is owned stays. MPI writes to it until it is there, wanted or not."""
+        """Drop the full vector, after waiting for it: until then MPI writes to it."""
         self._arrive()
         self._handed.clear()
         self.full = self.widened = None
 
     def drop(self):
-        """Let go of all that is not owned, after an exception. Waits for nothing: others may never start that gather."""
+        """After an exception, drop everything not owned. Does not wait: a gather may never end."""
         self._gather = None
         self.free()
         self.gradient.drop()
 
     def _arrive(self):
-        """Wait for the gather that is under way, if one is."""
+        """Wait for the gather in progress, if any."""
         if self._gather:
             self._gather.wait()
             self._gather = None
 
     def _in_compute_type(self, full):
-        """The full vector as the arithmetic takes it: a 16-bit one is widened to float32 on a CPU."""
+        """The full vector in the type to compute with: a CPU widens 16 bits to float32."""
         compute = self.shared.recipe.compute
         if full.dtype == compute:
             return full
@@ -86,35 +81,35 @@ class Unit:
     # -- reduce ------------------------------------------------------------------------------------
 
     def begin_step(self, micro_batches):
-        """From now on there are so many micro-batches to reduce."""
+        """Expect this number of micro-batches."""
         self.gradient.begin_step(micro_batches)
 
     def partial(self):
-        """{local name: view} of the partial gradient, to which backward adds. reduce() empties it."""
+        """{local name: view} of the partial gradient; backward adds to it, reduce() empties it."""
         return self.gradient.views()
 
     def reduce(self):
-        """Sum the partial gradient over ranks, keep the shard, and drop it. Ends the unit's micro-batch."""
+        """Sum the partial gradient over ranks and keep the shard. Ends the unit's micro-batch."""
         self.gradient.reduce()
 
     @property
     def summed(self):
-        """The gradient, summed over ranks, of this rank's shard."""
+        """This rank's shard of the gradient, summed over ranks."""
         return self.gradient.owned.shard
 
     def squares(self):
-        """The sums of squares of this rank's pieces of the gradient: a float64 array of the host."""
+        """The sums of squares of this rank's pieces of the gradient: float64, on the host."""
         return sums_of_squares(self.summed, self.layout.pieces)
 
     # -- update ------------------------------------------------------------------------------------
 
     def update(self, optimizer, t, factor):
-        """Let the optimizer update what this rank owns; then the full vector is whole again where it is kept."""
+        """Update what this rank owns; then complete a vector that is kept whole."""
         optimizer.update(self.owned, t, factor)
         self._complete()
 
     def _complete(self):
-        """Bring what depends on the owned parameters up to date."""
+        """After new owned parameters: count overflows, gather a vector that is kept whole."""
         self.too_large = self._infinite()
         parameters = self.parameters
         if parameters.stored is not parameters.updated:
@@ -123,11 +118,11 @@ class Unit:
     # -- what is owned -----------------------------------------------------------------------------
 
     def shards(self):
-        """{"master" or a moment's name: view of this rank's shard of it}: the state that a checkpoint holds."""
+        """{"master" or a moment's name: this rank's shard}: the state saved in a checkpoint."""
         return {name: owned.shard for name, owned in self._state().items()}
 
     def restore(self):
-        """Make all else from the shards, whose values have just been assigned on every rank."""
+        """Rebuild everything from the shards, after loading them on every rank."""
         self.drop()
         for owned in self._state().values():
             if owned.updated is not owned.shard:
@@ -136,7 +131,7 @@ class Unit:
         self._complete()
 
     def fill(self, full):
-        """Take this rank's weights from a full vector of the host's in the master type (which is not kept)."""
+        """Set this rank's weights from a full vector on the host, in the master type."""
         full = self.shared.device.put(full)
         mine = full[self.part]
         for owned in {id(owned): owned for owned in (self.master, self.parameters)}.values():
@@ -144,7 +139,7 @@ class Unit:
         self.too_large = self._infinite()
 
     def vectors(self):
-        """{kind: [the live vectors that this rank owns]}."""
+        """{kind: [vectors that this rank owns]}."""
         optimizer = [owned.stored for owned in self._state().values()]
         if self.master is self.parameters:
             del optimizer[0]
@@ -163,7 +158,7 @@ class Unit:
         return {"master": self.master, **self.moments}
 
     def _slice(self):
-        """The Slice that this rank updates: views of the vectors it owns."""
+        """The Slice that this rank updates: views of its vectors."""
         layout, stage = self.layout, self.shared.stage
         spans = layout.spans(self.part if stage.optimizer else slice(0, layout.padded))
         decayed = [(start, stop, len(layout.shapes[name]) >= 2) for name, start, stop in spans]
@@ -172,8 +167,7 @@ class Unit:
         return Slice(self.master.updated, self.gradient.owned.updated, moments, decayed, stored)
 
     def _infinite(self):
-        """How many 16-bit weights of this rank's shard are infinite: each is counted on one rank, at every stage."""
+        """The infinite 16-bit weights in this rank's shard: each counts on one rank."""
         if self.master is self.parameters:
             return 0
-        # an array on a GPU: nobody waits for it here
-        return np.count_nonzero(np.isinf(self.parameters.shard))
+        return np.count_nonzero(np.isinf(self.parameters.shard))  # on a GPU an array: no waiting

@@ -1,8 +1,8 @@
-// Fused twins of what zmpi computes on shards; the twins' functions are in kernels.py. Follows models/prelude.cuh.
+// Fused twins of what zmpi computes on shards, called from kernels.py. Follows models/prelude.cuh.
 
 // ---- sums.py ------------------------------------------------------------------------------------
 
-// Adds n rows of `length` elements onto out, or onto zero (`fresh`), one by one from the first to the last.
+// Adds n rows of `length` elements in order onto out, or onto zero if `fresh`.
 GLOBAL add_rows(const T *rows, W *out, Index n, Index length, int fresh) {
     EACH(i, length) {
         W total = fresh ? (W)0 : out[i];
@@ -11,7 +11,7 @@ GLOBAL add_rows(const T *rows, W *out, Index n, Index length, int fresh) {
     }
 }
 
-// The same, from zero, rounded once.
+// The same from zero, rounded once.
 GLOBAL add_rows_rounded(const T *rows, T *out, Index n, Index length) {
     EACH(i, length) {
         W total = 0;
@@ -22,19 +22,22 @@ GLOBAL add_rows_rounded(const T *rows, T *out, Index n, Index length) {
 
 // ---- optim.py -----------------------------------------------------------------------------------
 
-// Sums of squares, in double: each of `pieces` pieces of `length` elements is cut into `parts`, partial (pieces, parts).
+// Sums of squares, in double, of `parts` parts of each piece of `length`: partial (pieces, parts).
 GLOBAL squares(const T *vector, double *partial, Index length, Index pieces, Index parts) {
     EACH_ROW(r, pieces * parts) {
-        Index start = r / parts * length, first = start + length * (r % parts) / parts, last = start + length * (r % parts + 1) / parts;
+        Index start = r / parts * length, part = r % parts;
+        Index first = start + length * part / parts, last = start + length * (part + 1) / parts;
         double total = 0;
-        for (Index i = first + LANE; i < last; i += LANES) total += (double)(W)vector[i] * (double)(W)vector[i];
+        for (Index i = first + LANE; i < last; i += LANES)
+            total += (double)(W)vector[i] * (double)(W)vector[i];
         total = lanes_sum(total);
         if (LANE == 0) partial[r] = total;
     }
 }
 
-// One update of AdamW, for element after element of p (the master), m and v. `spans` holds (start, stop, decays) of each
-// parameter in order; what lies in none is padding and stays. Where there is a `rounded`, it becomes p in T.
+// One AdamW update of p (the master), m and v, element by element. `spans`: (start, stop, decays)
+// of each parameter, in order; the rest is padding, and unchanged. `rounded`, if given, becomes p in
+// T.
 GLOBAL adamw(
     W *p, const T *gradient, W *m, W *v, T *rounded, const Index *spans, Index count, Index n,
     W factor, W kept, W beta1, W beta2, W step_size, W root_of_correction, W eps) {
@@ -45,7 +48,8 @@ GLOBAL adamw(
         W g = (W)gradient[i] * factor;
         m[i] = beta1 * m[i] + ((W)1 - beta1) * g;
         v[i] = beta2 * v[i] + ((W)1 - beta2) * g * g;
-        p[i] = (spans[3 * s + 2] ? p[i] * kept : p[i]) - step_size * m[i] / (sqrt(v[i]) / root_of_correction + eps);
+        W decayed = spans[3 * s + 2] ? p[i] * kept : p[i];
+        p[i] = decayed - step_size * m[i] / (sqrt(v[i]) / root_of_correction + eps);
         if (rounded) rounded[i] = T(p[i]);
     }
 }

@@ -221,9 +221,9 @@ class SGD(Optimizer):
 def sums_of_squares(vector, pieces):
     """The sum of squares of each of a vector's equal pieces: a float64 array (pieces,) on the host.
 
-    A piece of at most CACHE_BLOCK elements is one NumPy sum, a longer one is summed in equal blocks: the
-    bits depend only on the piece's values and length. Short pieces are squared several at a time,
-    since a call costs as much as a few thousand elements.
+    A piece of at most CACHE_BLOCK elements is one NumPy sum, a longer one is summed in equal
+    blocks: the bits depend only on the piece's values and length. Short pieces are squared several
+    at a time, since a call costs as much as a few thousand elements.
     """
     rows = vector.reshape(pieces, len(vector) // pieces)
     length, found = rows.shape[1], []

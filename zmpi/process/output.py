@@ -23,9 +23,9 @@ RECOGNISED_BYTES = 1 << 24  # bytes read from a file's start to recognise it
 class Output:
     """A file written for the user, until close(); opened for appending, so that it can be rotated.
 
-    `recognise(head)` tells from the first RECOGNISED_BYTES bytes whether a file is the command's own; `kind`
-    describes it ("a log of zmpi.train"). ValueError, with flag and path, for a file that cannot be
-    written or must not be replaced.
+    `recognise(head)` tells from the first RECOGNISED_BYTES whether a file is the command's own;
+    `kind` describes it ("a log of zmpi.train"). ValueError, with flag and path, for a file that
+    cannot be written or must not be replaced.
     """
 
     def __init__(self, flag, path, recognise, kind):

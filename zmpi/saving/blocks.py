@@ -145,9 +145,8 @@ class BlockReader:
                 ):
                     done += count
             if done < length or zlib.crc32(block) != self.record.sums[number]:
-                raise Damaged(
-                    f"{self.path}: damaged: the block at byte {number * CHECKED_BYTES} has a wrong checksum"
-                )
+                where = f"the block at byte {number * CHECKED_BYTES}"
+                raise Damaged(f"{self.path}: damaged: {where} has a wrong checksum")
             room.holds = self, number
         return block
 
