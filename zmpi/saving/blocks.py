@@ -89,10 +89,8 @@ class Room:
     """Memory for one block, which readers of several files may share."""
 
     def __init__(self):
-        self.block, self.holds = (
-            np.empty(CHECKED_BYTES, np.uint8),
-            None,
-        )  # holds: (reader, block number)
+        self.block = np.empty(CHECKED_BYTES, np.uint8)
+        self.holds = None  # (reader, block number)
 
 
 class BlockReader:
