@@ -1,6 +1,6 @@
-"""Two checkpoints, element by element, whatever the ranks and stages that wrote them. No MPI here.
+"""Compares two checkpoints element by element, from any numbers of ranks and stages.
 
-Parameters are read a chunk at a time, each block compared with its checksum.
+Parameters are read a chunk at a time, with each block checked against its checksum.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ import numpy as np
 from zmpi.numbers.gap import differing_bits
 from zmpi.saving.manifest import Readers
 
-CHUNK_ELEMENTS = 1 << 18  # elements that are compared at once
-OPEN_FILES = 64  # that are open at once, of each checkpoint
+CHUNK_ELEMENTS = 1 << 18  # elements compared at once
+OPEN_FILES = 64  # open at once, per checkpoint
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Element:
 
     @property
     def apart(self):
-        """|a - b|; infinite where one of them is not finite, which no finite distance exceeds."""
+        """|a - b|; infinite if either is not finite."""
         with np.errstate(invalid="ignore", over="ignore"):
             distance = abs(float(self.a) - float(self.b))
         return distance if np.isfinite(distance) else np.inf
@@ -37,17 +37,17 @@ class Element:
 
 @dataclass
 class ComparedVector:
-    """What one vector ("master": the weights; or a moment's name) of two checkpoints came to."""
+    """The comparison of one vector of two checkpoints: "master" (the weights) or a moment."""
 
     elements: int = 0
     differ: int = 0
     parameters: int = 0
     parameters_differ: int = 0
     first: Element | None = None  # in the order of the manifest
-    largest: Element | None = None  # the one that is furthest apart; of several, the first
+    largest: Element | None = None  # the first with the largest difference
 
     def add(self, name, shape, start, a, b):
-        """Count a chunk, which begins at the flat index `start`; returns whether it differs."""
+        """Add a chunk that starts at the flat index `start`; returns whether it differs."""
         self.elements += len(a)
         where = np.flatnonzero(differing_bits(a, b))
         if not len(where):
@@ -66,9 +66,9 @@ class ComparedVector:
 
 
 def compare_checkpoints(a, b):
-    """{vector: ComparedVector} of two Manifests with the same shapes, for the vectors that both have.
+    """{vector: ComparedVector} for the common vectors of two Manifests with the same shapes.
 
-    Where one holds float32 and the other float64, both are compared in float64.
+    If one has float32 and the other float64, they are compared in float64.
     """
     dtype = np.result_type(a.dtype, b.dtype)
     with Readers(a, OPEN_FILES) as of_a, Readers(b, OPEN_FILES) as of_b:
