@@ -28,7 +28,9 @@ GLOBAL column_sums(const T *x, W *partial, Index N, Index F, Index parts) {
 
 __device__ W gelu_share(W v) { return (W)0.5 + (W)0.5 * tanh(v * (GELU_0 + GELU_1 * v * v)); }
 
-__device__ W gelu_slope(W v, W s) { return s * ((W)1 + ((W)1 - s) * v * ((W)2 * GELU_0 + (W)6 * GELU_1 * v * v)); }
+__device__ W gelu_slope(W v, W s) {
+    return s * ((W)1 + ((W)1 - s) * v * ((W)2 * GELU_0 + (W)6 * GELU_1 * v * v));
+}
 
 // y = gelu(x + bias), and its slope in x's memory; without a bias (F = 0) x stays as it is.
 GLOBAL gelu(T *x, const T *bias, T *y, Index n, Index F) {
@@ -59,7 +61,8 @@ GLOBAL bias_gelu_backward(T *dy, const T *slope, W *partial, Index N, Index F, I
 
 // ---- layer norm ---------------------------------------------------------------------------------
 
-GLOBAL layer_norm(const T *x, const T *gain, const T *bias, T *y, T *x_hat, W *rstd, Index N, Index C, W eps) {
+GLOBAL layer_norm(
+    const T *x, const T *gain, const T *bias, T *y, T *x_hat, W *rstd, Index N, Index C, W eps) {
     EACH_ROW(r, N) {
         const T *row = x + r * C;
         W mean = 0, squares = 0;
@@ -78,7 +81,8 @@ GLOBAL layer_norm(const T *x, const T *gain, const T *bias, T *y, T *x_hat, W *r
 
 // dx in dy's memory. A block has one part of the rows: it first sums their columns, into partial
 // (parts, 2, C) for gain and bias, and then overwrites them.
-GLOBAL layer_norm_backward(T *dy, const T *x_hat, const W *rstd, const T *gain, W *partial, Index N, Index C) {
+GLOBAL layer_norm_backward(
+    T *dy, const T *x_hat, const W *rstd, const T *gain, W *partial, Index N, Index C) {
     Index first = N * blockIdx.x / gridDim.x, last = N * (blockIdx.x + 1) / gridDim.x;
     for (Index c = threadIdx.x; c < C; c += blockDim.x) {
         W dgain = 0, dbias = 0;
@@ -127,7 +131,8 @@ GLOBAL causal_softmax(const W *scores, T *p, W *lse, Index N, Index length, W sc
         highest = lanes_max(highest);
         EACH_LANE(s, seen) total += exp(row[s] * scale - highest);
         total = lanes_sum(total);
-        EACH_LANE(s, length) p[r * length + s] = T(s < seen ? exp(row[s] * scale - highest) / total : (W)0);
+        EACH_LANE(s, length)
+            p[r * length + s] = T(s < seen ? exp(row[s] * scale - highest) / total : (W)0);
         if (LANE == 0) lse[r] = highest + log(total);
     }
 }
@@ -135,7 +140,8 @@ GLOBAL causal_softmax(const W *scores, T *p, W *lse, Index N, Index length, W sc
 // p again, and ds = p (dp - sum(dy y)) scale, summed over the D channels of the row's head; heads x
 // T rows. dy and y are (T, heads, D). p may be scores, ds may be dp.
 GLOBAL causal_softmax_backward(
-    const W *scores, const W *dp, const W *lse, const T *dy, const T *y, T *p, T *ds, Index N, Index length, Index D, W scale) {
+    const W *scores, const W *dp, const W *lse, const T *dy, const T *y, T *p, T *ds,
+    Index N, Index length, Index D, W scale) {
     EACH_ROW(r, N) {
         Index seen = r % length + 1, head = r / length, heads = N / length;
         const Index at = ((r % length) * heads + head) * D;
@@ -156,7 +162,8 @@ GLOBAL causal_softmax_backward(
 
 // dw[token] += the sum of dy's rows at its positions; `order` sorts the tokens stably. The thread
 // of a token's first row adds all of them: a fixed order, and every row of dw is written once.
-GLOBAL embedding_backward(const T *dy, const Index *tokens, const Index *order, W *dw, Index N, Index C) {
+GLOBAL embedding_backward(
+    const T *dy, const Index *tokens, const Index *order, W *dw, Index N, Index C) {
     EACH(i, N * C) {
         Index n = i / C, c = i % C, token = tokens[order[n]];
         if (n && tokens[order[n - 1]] == token) continue;
@@ -191,6 +198,9 @@ GLOBAL cross_entropy(T *z, const Index *targets, double *losses, Index N, Index 
 #ifdef __CUDACC__
         __syncwarp();  // the loss is read before the row is written over
 #endif
-        EACH_LANE(v, V) row[v] = T(target < 0 ? (W)0 : (exp((W)row[v] - top) / total - (W)(v == target)) * weight);
+        EACH_LANE(v, V) {
+            W p = exp((W)row[v] - top) / total;
+            row[v] = T(target < 0 ? (W)0 : (p - (W)(v == target)) * weight);
+        }
     }
 }

@@ -121,6 +121,23 @@ def test_contributing_prints_the_floors():
     ]
 
 
+def test_the_glossary_has_at_most_25_words_of_one_line_each():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    glossary = text[text.index("| word | meaning |") : text.index("## Tests")].strip()
+    rows = [re.fullmatch(r"\| ([a-z ,]+) \| .+ \|", line) for line in glossary.splitlines()[2:]]
+    assert all(rows) and max(len(row[0]) for row in rows) <= 100
+    assert 0 < len(", ".join(row[1] for row in rows).split(", ")) <= 25
+
+
+def test_no_line_of_the_kernels_is_over_100_columns():
+    """ruff checks Python's."""
+    found = [path for room in ("zmpi", "models") for path in (ROOT / room).rglob("*.cu*")]
+    assert len(found) == 3
+    assert [
+        line for path in found for line in path.read_text().splitlines() if len(line) > 100
+    ] == []
+
+
 def test_only_commands_and_the_command_line_see_the_parsed_arguments():
     for path in FILES:
         if HOME.get(module(path), (9,))[0] < 6:

@@ -36,7 +36,7 @@ GLOBAL squares(const T *vector, double *partial, Index length, Index pieces, Ind
 }
 
 // One AdamW update of p (the master), m and v, element by element. `spans`: (start, stop, decays)
-// of each parameter, in order; the rest is padding, and unchanged. `rounded`, if given, becomes p in
+// of each parameter, in order; the rest is padding, and unchanged. `rounded`, if any, becomes p in
 // T.
 GLOBAL adamw(
     W *p, const T *gradient, W *m, W *v, T *rounded, const Index *spans, Index count, Index n,
