@@ -194,7 +194,10 @@ def test_ranks_with_other_weights_to_start_from_are_refused(world, folder):
     mine = folder.with_name(f"{folder.name}-{world.rank}")
     pretrained.write(mine, sizes, shapes, lambda name: np.full(shapes[name], world.rank == 2))
     before = state(zero)
-    told = r"--init-from: checksum of model.safetensors: \d+ on rank 0, \d+ on rank 2"
+    told = (
+        r"--init-from: checksum of model.safetensors: expected the same on all ranks, got \d+ on "
+        r"rank 0 and \d+ on rank 2"
+    )
     with pytest.raises(UsageError, match=told):
         init_from(zero, mine)
     assert state(zero) == before

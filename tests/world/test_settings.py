@@ -88,7 +88,7 @@ def test_ranks_that_read_different_texts_are_told_so(comm, folder, command, othe
     ]
     out = ["--log" if command is train_command else "--json", str(folder / "out")]
     with pytest.raises(
-        UsageError, match=rf"^--data: {differs}: .* on rank 0, .* on rank 2: all ra"
+        UsageError, match=rf"^--data: {differs}: expected .*, got .* on rank 0 and .* on rank 2"
     ):
         command.main([*tiny, *out, "--data", str(path)])
     assert not (folder / "out").exists()
