@@ -173,7 +173,7 @@ def test_bench_plans_and_measures_them(classes):
     ended = run_world(3, ["-m", "zmpi.bench", *flags, *mine], timeout=100)
     assert ended.status == 0, ended.output
     assert "optimizer, formula" in ended.output and "unknown" not in ended.output
-    assert "formula and plan are those of zmpi's own communicator" in ended.output
+    assert "formula and plan are for zmpi's own communicator" in ended.output
     strange = run_world(
         2, ["-m", "zmpi.bench", *flags, "--model", f"{classes}:Strange"], timeout=100
     )

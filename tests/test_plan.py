@@ -224,8 +224,8 @@ def test_a_plan_prints_the_terms_of_a_bench_and_a_doctor(capsys, tmp_path):
         moved = gathers["bytes_sent"] + 10 * reduces["bytes_sent"] + scalars["bytes_sent"]
         assert terms["messages"] == pytest.approx(0.5 * calls + moved / 2000)
     text = said(model + f"--doctor {tmp_path}/doctor.json", capsys)
-    assert "1e+09 FLOPs/s" in text and "as the doctor measured them" in text
-    assert "500.0 us for each element that a rank updates" in text
+    assert "1e+09 FLOPs/s" in text and "as measured by the doctor" in text
+    assert "500.0 us per element that a rank updates" in text
 
 
 def test_times_lie_on_straight_lines_between_the_measured_sizes():

@@ -1,4 +1,4 @@
-"""A bench's report as text: for each quantity a line, for each stage a column; formula and measurement below each other."""
+"""A bench's report as text: a line per quantity, a column per stage, measurement below formula."""
 
 from zmpi.process.table import in_bytes, in_columns, seconds
 
@@ -12,30 +12,34 @@ def heading(report):
     words = {"depth": "{} layers", "width": "width {}", "heads": "{} heads"}
     words |= {"context": "context {}", "vocab": "vocab {}"}
     sizes = ", ".join(text.format(model[name]) for name, text in words.items() if name in model)
+    count = f"{report['parameters']:,} parameters"
+    state = f"{recipe['parameters']} + {recipe['gradients']} + {recipe['optimizer']}"
+    batch = f"{report['micro_batch']} x {report['accumulate']} x {size} = {sequences} sequences"
     return "\n".join(
         [
-            f"zmpi {report['zmpi']} bench: {model['kind']}, {sizes}: {report['parameters']:,} parameters",
-            f"recipe {recipe['parameters']} + {recipe['gradients']} + {recipe['optimizer']} bytes per parameter"
-            f" ({recipe['name']}), reduction {report['reduction']}, prefetch {report['prefetch']},"
+            f"zmpi {report['zmpi']} bench: {model['kind']}, {sizes}: {count}",
+            f"recipe {state} bytes per parameter ({recipe['name']}),"
+            f" reduction {report['reduction']}, prefetch {report['prefetch']},"
             f" recompute {'on' if report['recompute'] else 'off'}",
-            f"world of {size} rank{'s' if size > 1 else ''} on {machine['hosts']} host(s), {machine['threads']} thread(s) per"
-            f" rank; a step is {report['micro_batch']} x {report['accumulate']} x {size} = {sequences} sequences",
-            f"machine {machine['cpu']}, {machine['cores']} core(s); {machine['system']}, Python {machine['python']},"
-            f" NumPy {machine['numpy']}, device {machine['device']}; {machine['mpi']}",
-            f"{report['steps']} rounds after {report['warm_up']} to warm up, {_order(report)}; times are medians"
-            " (lower - upper quartile)",
-            "bytes are per rank, lowest to highest rank where they differ; other figures are rank 0's",
+            f"world of {size} rank{'s' if size > 1 else ''} on {machine['hosts']} host(s),"
+            f" {machine['threads']} thread(s) per rank; a step is {batch}",
+            f"machine {machine['cpu']}, {machine['cores']} core(s); {machine['system']},"
+            f" Python {machine['python']}, NumPy {machine['numpy']},"
+            f" device {machine['device']}; {machine['mpi']}",
+            f"{report['steps']} rounds after {report['warm_up']} to warm up, {_order(report)};"
+            " times are medians (lower - upper quartile)",
+            "bytes are per rank, lowest to highest rank if they differ; other figures are rank 0's",
         ]
     )
 
 
 def _order(report):
     apart = report["one_after_the_other"]
-    return "one stage after the other" if apart else "in each of which every stage takes a step"
+    return "one stage after the other" if apart else "with one step of every stage in each"
 
 
 def stage_rows(report):
-    """[(label, [cell of each stage]), ...]; a label without cells is a headline. Failed stages have empty cells."""
+    """[(label, [cell per stage]), ...]; a label without cells is a heading."""
     lines = [("state, bytes", None)]
     for kind in ("parameters", "gradients", "optimizer"):
         lines += _pair(report, kind, lambda row, kind=kind: row["state"][kind], "formula")
@@ -95,7 +99,7 @@ def _speed_rows(report):
 
 
 def _first(report):
-    """The stage that the others' steps are compared with."""
+    """The stage that other stages' steps are compared with."""
     return next((row["stage"] for row in report["stages"] if "error" not in row), "?")
 
 
@@ -116,7 +120,7 @@ def _flops(row, write):
 
 
 def stage_table(report):
-    """The table, and below it what the signs mean and why a stage failed."""
+    """The table, followed by the meaning of its signs, and why stages failed."""
     rows = [("", *(f"stage {row['stage']}" for row in report["stages"]))]
     for label, cells in stage_rows(report):
         rows.append(
@@ -132,33 +136,32 @@ def stage_table(report):
     reasons = {row["unplanned"] for row in report["stages"] if "unplanned" in row}
     notes += [f"not planned: the dry run cannot walk this model ({reason})" for reason in reasons]
     if report.get("comm"):
-        notes.append(
-            f"formula and plan are those of zmpi's own communicator, not of {report['comm']}"
-        )
+        notes.append(f"formula and plan are for zmpi's own communicator, not for {report['comm']}")
     return "\n".join(notes)
 
 
 def _remarks(report):
-    """How far the times can be trusted, in a line each."""
+    """Notes on how far the times can be trusted."""
     found = []
     if report["one_after_the_other"]:
         found.append(
             f"stages ran one after the other, not in turns ({report['one_after_the_other']}):"
-            " what else ran on the machine may have met some of them only"
+            " other load on the machine may have affected only some of them"
         )
     if report["too_close"]:
         pairs = ", ".join(f"{a} and {b}" for a, b in report["too_close"])
         found.append(
             f"too close or too noisy to rank in {report['steps']} rounds: stages {pairs}"
-            " (the quartiles of their ratio lie on both sides of 1)"
+            " (their ratio's quartiles span 1)"
         )
     return found
 
 
 NOTES = """\
-✓ measured to the byte what the formula (or, for arrays, the planner's dry run) says; ≠ not. The peak shows measured / planned.
-Skew (waiting for the slowest rank) and time in flight were measured with a meeting before each collective, which itself costs
-time: they need not add up to what was blocked without it."""
+✓ the measurement equals the formula (for arrays, the planner's dry run) to the byte; ≠ it does not.
+The peak shows measured / planned. Skew (waiting for the slowest rank) and time in flight were
+measured with a barrier before each collective, which costs time: they need not add up to the time
+blocked without it."""
 
 
 def _line(report, label, cell):
@@ -166,7 +169,7 @@ def _line(report, label, cell):
 
 
 def _pair(report, label, pick, expected, exact=True):
-    """Two lines: what is expected, and what was measured, with a sign."""
+    """Two lines: the expected and the measured values, with a sign."""
 
     blank = "  " if exact else " " * 7
 
@@ -185,13 +188,13 @@ def _pair(report, label, pick, expected, exact=True):
 
 
 def _ratio(both, expected):
-    """Measured by planned, of the rank where they are farthest apart."""
+    """Measured / planned on the rank where they differ most."""
     ratios = [m / e for m, e in zip(both["measured"], both[expected], strict=True)]
     return max(ratios, key=lambda ratio: abs(ratio - 1))
 
 
 def is_equal(both, expected):
-    """Whether every rank measured exactly what was expected of it."""
+    """Whether every rank measured exactly the expected value."""
     measured, wanted = both["measured"], both[expected]
     measured = measured if isinstance(measured, list) else [measured]
     wanted = wanted if isinstance(wanted, list) else [wanted] * len(measured)
@@ -199,7 +202,7 @@ def is_equal(both, expected):
 
 
 def figures(values):
-    """A number, or the lowest and highest of the ranks'."""
+    """A number, or the lowest and highest over ranks."""
     if values is None:
         return UNKNOWN
     if not isinstance(values, list):
@@ -226,7 +229,7 @@ def spread(values):
 
 
 def sweep_table(axis, reports):
-    """How cost grows along the axis: tokens/s, blocked share and array peak of each stage at each point."""
+    """Tokens/s, blocked share and array peak of each stage at each point of the axis."""
     stages = [row["stage"] for row in reports[0]["stages"]]
     rows = [(axis, *(f"stage {stage}" for stage in stages))]
     for title, cell in (
@@ -242,6 +245,6 @@ def sweep_table(axis, reports):
 
 
 def point_of(axis, report):
-    """The report's place on the axis, in words."""
+    """The report's point on the axis, as text."""
     place = {"ranks": "size", "batch": "micro_batch"}.get(axis)
     return f"{axis} {report[place] if place else report['point']['width']}"

@@ -1,8 +1,8 @@
-"""Arrays that are only counted: NumPy's functions run on them and their bytes are booked, but they take no memory.
+"""Arrays without memory: NumPy's functions run on them, and only their bytes are counted.
 
-So code that was written for arrays says itself what it needs: models/ops.py, unit.py and the optimizers run unchanged, every
-array is alive for as long as the real one would be, and nothing has to be declared twice. Every element counts as 1.
-What a function cannot do on such an array is a TypeError that names it.
+So unchanged code measures its own needs: models/ops.py, unit.py and the optimizers run on them,
+every array lives as long as the real one would, and nothing is declared twice. Every element counts
+as 1. A function that is not supported raises a TypeError that names it.
 """
 
 from math import prod
@@ -13,16 +13,16 @@ _ONE = np.ones((), bool)
 
 
 class Meter:
-    """What the counted arrays of one run take."""
+    """The memory and FLOPs of one run's counted arrays."""
 
     def __init__(self):
         self.alive = 0  # bytes
         self.peak = 0  # highest bytes alive since the last reset_peak
-        self.flops = 0  # of matrix products: 2 for each multiplication with its addition
+        self.flops = 0  # of matrix products: 2 per multiplication and addition
         self.xp = _Module(self)  # the array module of a Device
 
     def take(self, nbytes):
-        """An array comes to life."""
+        """Book a new array."""
         self.alive += nbytes
         self.peak = max(self.peak, self.alive)
 
@@ -33,7 +33,7 @@ class Meter:
 
 
 class _Module:
-    """The part of an array module that makes arrays from nothing."""
+    """The part of an array module that creates arrays."""
 
     def __init__(self, meter):
         self._meter = meter
@@ -43,15 +43,15 @@ class _Module:
 
 
 class Counted(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array's shape and type. It owns its bytes on the meter, or is a view that keeps its `root` alive.
+    """An array's shape and type. It owns bytes on the meter, or is a view that keeps `root` alive.
 
-    A reshape is always a view here, as it is in models/ (their results are contiguous).
+    A reshape is always a view, as in models/ (where results are contiguous).
     """
 
     def __init__(self, shape, dtype, meter, root=None, value=True):
         self.shape, self.dtype, self.meter = shape, np.dtype(dtype), meter
-        self.value = value  # of a bool array: what all its elements are
-        self.root = root  # None: it is one itself
+        self.value = value  # of a bool array: the value of all its elements
+        self.root = root  # None: not a view
         if root is None:
             meter.take(self.nbytes)
 
@@ -94,7 +94,7 @@ class Counted(np.lib.mixins.NDArrayOperatorsMixin):
         return Counted(shape, self.dtype, self.meter, root=self.base, value=self.value)
 
     def _like(self):
-        """A real array of this shape that takes one byte: NumPy works out the shape of its views."""
+        """A real one-byte array of this shape, from which NumPy derives the shapes of views."""
         return np.broadcast_to(_ONE, self.shape)
 
     def reshape(self, *shape):
@@ -115,9 +115,7 @@ class Counted(np.lib.mixins.NDArrayOperatorsMixin):
         if not arrays:
             return self._view(self._like()[index].shape)
         if len(arrays) != len(parts):
-            raise TypeError(
-                "counted arrays: an index is made of slices and numbers, or of arrays only"
-            )
+            raise TypeError("counted arrays: an index must be slices and numbers, or arrays only")
         return self.new(np.broadcast_shapes(*arrays) + self.shape[len(arrays) :])
 
     def __setitem__(self, index, value):
@@ -126,7 +124,7 @@ class Counted(np.lib.mixins.NDArrayOperatorsMixin):
     # -- new memory --------------------------------------------------------------------------------
 
     def new(self, shape=None, dtype=None, value=True):
-        """A counted array of new memory; shape and type are this one's where none is given."""
+        """A new counted array; shape and type default to this one's."""
         shape = self.shape if shape is None else shape if isinstance(shape, tuple) else (shape,)
         return Counted(shape, self.dtype if dtype is None else dtype, self.meter, value=value)
 
@@ -161,7 +159,7 @@ class Counted(np.lib.mixins.NDArrayOperatorsMixin):
         if method == "reduceat":
             return inputs[0].new((len(inputs[1]), *inputs[0].shape[1:]))
         if method != "__call__":
-            raise TypeError(f"counted arrays: numpy.{ufunc.__name__}.{method} is not known")
+            raise TypeError(f"counted arrays: numpy.{ufunc.__name__}.{method} is not supported")
         shape = _product(self.meter, *inputs) if ufunc is np.matmul else None
         if out is not None:
             return out[0]
@@ -173,13 +171,13 @@ class Counted(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array_function__(self, function, types, args, kwargs):
         if function not in _FUNCTIONS:
-            raise TypeError(f"counted arrays: numpy.{function.__name__} is not known")
+            raise TypeError(f"counted arrays: numpy.{function.__name__} is not supported")
         return _FUNCTIONS[function](self, *args, **kwargs)
 
 
 def _product(meter, a, b):
-    """The shape of a @ b, whose FLOPs are booked."""
-    if a.ndim == 1:  # a row, which is not in the result
+    """The shape of a @ b; books its FLOPs."""
+    if a.ndim == 1:  # a row, dropped from the result
         return _product(meter, a.reshape(1, -1), b)[1:]
     shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     if a.shape[-1] != b.shape[-2]:
@@ -189,7 +187,7 @@ def _product(meter, a, b):
 
 
 def _common_type(*values):
-    """The type of what is computed of arrays and numbers."""
+    """The result type of a computation on arrays and numbers."""
     types = [x.dtype if isinstance(x, Counted) else x for x in values]
     if (
         values[0].__class__ is Counted
@@ -204,7 +202,7 @@ def _empty_like(_, x, dtype=None, shape=None):
     return x.new(shape, dtype)
 
 
-# Each takes the array that NumPy dispatched on, and then what it was called with.
+# Each takes the array that NumPy dispatched on, then the call's arguments.
 _FUNCTIONS = {
     np.empty_like: _empty_like,
     np.full_like: lambda _, x, value, dtype=None, shape=None: x.new(shape, dtype),

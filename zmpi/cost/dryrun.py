@@ -1,7 +1,8 @@
-"""A step of any world on no machine: the real engine, units, layout, schedule, layers and optimizer on counted arrays.
+"""A step of a world of any size, without running it: the real engine on counted arrays.
 
-Only what would take time is left out, and it is the same each time: a second layer of the same shapes, all but the first
-block of an optimizer, and the messages themselves. The ledger of a dry run is that of a real run, to the byte.
+Units, layout, schedule, layers and optimizer are the real ones. Only repetition is left out: layers
+of shapes already seen, all but an optimizer's first block, and the messages themselves. The ledger
+equals that of a real run, to the byte.
 """
 
 from collections.abc import Hashable
@@ -22,7 +23,7 @@ from zmpi.numbers.sums import REDUCE_BLOCK, add_in_order
 
 
 class CountedWorld(World):
-    """One rank of a world of `size` that does not exist. `reduction` as in World, for a CPU."""
+    """One rank of an imaginary world of `size`. `reduction` as in World, for a CPU."""
 
     def __init__(self, size, rank=0, reduction="auto"):
         self.mpi, self.guard = None, SimpleNamespace(stop_requested=0)
@@ -38,7 +39,7 @@ class CountedWorld(World):
         return [thing]
 
     def settle(self, started=None):
-        """Nothing is ever under way."""
+        """Nothing is ever in progress."""
 
 
 class CountedCommunicator(Communicator):
@@ -64,15 +65,15 @@ class CountedCommunicator(Communicator):
 
 
 class CountedUnit(WatchedUnit):
-    """A unit whose sums of squares are not waited for."""
+    """A unit that squares only one block."""
 
     def squares(self):
-        block = min(self.layout.shard_length, CACHE_BLOCK)  # as many as are squared at once
+        block = min(self.layout.shard_length, CACHE_BLOCK)  # the elements squared at once
         return np.repeat(sums_of_squares(self.gradient.owned.shard[:block], 1), self.layout.pieces)
 
 
 class FirstBlock:
-    """An optimizer that updates one block of each unit: what it needs for the others is the same."""
+    """An optimizer that updates one block per unit: the others need the same memory."""
 
     def __init__(self, optimizer):
         self._optimizer, self.moments = optimizer, optimizer.moments
@@ -91,10 +92,10 @@ class FirstBlock:
 
 
 class DryRun(WatchedZeRO):
-    """An engine whose steps are only counted: `ledger` is a watch.Memory, `flops` those of one rank's last step.
+    """An engine whose steps are only counted: `ledger` is a watch.Memory, `flops` of the last step.
 
-    `model` is a real one (its weights are never made), `world` a CountedWorld. `memo` may be shared by dry runs of the
-    same precision: layers that were walked in one are known to the next.
+    `model` is a real one (its weights are never made), `world` a CountedWorld. Dry runs of the same
+    precision may share a `memo`, which remembers the layers already walked.
     """
 
     make_communicator = CountedCommunicator
@@ -106,10 +107,10 @@ class DryRun(WatchedZeRO):
         super().__init__(counted, world, stage, FirstBlock(optimizer), 0, policy)
 
     def _initialise(self):
-        """There are no weights to make."""
+        """No weights to initialise."""
 
     def count_step(self, micro_batch, accumulate=1):
-        """Walk one training step of so many sequences per micro-batch; returns the ledger."""
+        """Walk one training step with `micro_batch` sequences each; returns the ledger."""
         meter = self.world.meter
         inputs, targets = self.model.batch(micro_batch)
         batch = Counted(inputs, np.int64, meter), Counted(targets, np.int64, meter)
@@ -120,7 +121,7 @@ class DryRun(WatchedZeRO):
 
 
 class CountedModel:
-    """A model whose layers and loss are walked once for each shape that comes."""
+    """A model whose layers and loss are walked once per input shape."""
 
     def __init__(self, model, memo):
         self._model, self._memo = model, memo
@@ -138,15 +139,12 @@ class CountedModel:
 
 
 class Remembered(Layer):
-    """A layer that is walked once for each shape of its input. Layers of the same kind and sizes share that."""
+    """A layer that is walked once per input shape, shared by layers of the same kind and sizes."""
 
     def __init__(self, layer, memo):
         self._layer, self._memo = layer, memo
-        self.name, self.unit, self.backward_needs_weights = (
-            layer.name,
-            layer.unit,
-            layer.backward_needs_weights,
-        )
+        self.name, self.unit = layer.name, layer.unit
+        self.backward_needs_weights = layer.backward_needs_weights
         settings = sorted(vars(layer).items())
         same = tuple(_hashable(setting) for setting in settings if setting[0] != "name")
         self._key = type(layer), repr(layer.shapes()), same
@@ -167,13 +165,13 @@ class Remembered(Layer):
 
 
 class Memo:
-    """What functions of counted arrays needed, and what they returned, for each shape of their arguments."""
+    """What functions of counted arrays needed and returned, for each shape of their arguments."""
 
     def __init__(self):
-        self._seen = {}  # key and shapes -> (highest bytes meanwhile, FLOPs, result with Leaf in place of arrays)
+        self._seen = {}  # key and shapes -> (peak bytes, FLOPs, result with Leafs for arrays)
 
     def __call__(self, key, function, *arguments):
-        """function(*arguments): walked the first time, afterwards only its result is made."""
+        """function(*arguments): walked the first time; later only its result is made."""
         leaves = list(_arrays(arguments))
         key = key, tuple((leaf.shape, leaf.dtype.str) for leaf in leaves)
         meter = leaves[-1].meter
@@ -196,20 +194,20 @@ class Memo:
 
 
 def _hashable(setting):
-    """A layer's setting as part of a key; what cannot be compared is itself."""
+    """A layer's setting as part of a key, by its repr if it is not hashable."""
     name, value = setting
     return name, value if isinstance(value, Hashable) else repr(value)
 
 
 def _parts(value):
-    """What is nested in a tuple, a list or a dictionary; None for all else."""
+    """The items of a tuple, list or dictionary; None for anything else."""
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, (tuple, list)) else None
 
 
 def _same_nest(value, parts):
-    """The parts in a nest like `value`."""
+    """The parts in a container like `value`."""
     return dict(zip(value, parts, strict=True)) if isinstance(value, dict) else type(value)(parts)
 
 
@@ -222,7 +220,7 @@ def _arrays(value):
 
 
 def _pattern(value, bases):
-    """`value` with (index of its base, base's shape, shape, type) in place of arrays; unknown bases are added to `bases`."""
+    """`value` with a Leaf for each array; adds unknown bases to `bases`."""
     if _parts(value) is not None:
         return _same_nest(value, [_pattern(part, bases) for part in _parts(value)])
     if not isinstance(value, Counted):
@@ -236,14 +234,14 @@ def _pattern(value, bases):
 
 
 class Leaf:
-    """An array in a pattern."""
+    """An array in a pattern: the index of its base, the base's shape and type, its own shape."""
 
     def __init__(self, base, base_shape, dtype, shape):
         self.base, self.base_shape, self.dtype, self.shape = base, base_shape, dtype, shape
 
 
 def _rebuilt(pattern, bases, meter):
-    """The value of a pattern, its new bases made."""
+    """The value of a pattern, with new arrays for new bases."""
     if _parts(pattern) is not None:
         return _same_nest(pattern, [_rebuilt(part, bases, meter) for part in _parts(pattern)])
     if not isinstance(pattern, Leaf):

@@ -1,4 +1,4 @@
-"""What a plan is made of: dry runs of a model at every stage, how large it may grow, and how long a step may take."""
+"""The parts of a plan: dry runs of a model at every stage, and the largest model that fits."""
 
 from dataclasses import dataclass, field
 
@@ -6,12 +6,12 @@ from zmpi.cost.dryrun import CountedWorld, DryRun, Memo
 from zmpi.numbers.optim import AdamW, Optimizer
 from zmpi.numbers.precision import Policy
 
-HIGHEST = 4096  # layers or sequences to which a search for the largest goes
+HIGHEST = 4096  # the limit of a search for the most layers or sequences
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A training that may be planned. `build(layers)` makes the model (with its own number of layers for None)."""
+    """A training run to plan. `build(layers)` makes the model (None: its own number of layers)."""
 
     build: callable
     ranks: int
@@ -23,7 +23,7 @@ class Setting:
     optimizer: Optimizer = field(default_factory=lambda: AdamW(clip=1.0))
 
     def walk(self, stage, layers=None, micro_batch=None, rank=0):
-        """A dry run of one step of this setting; returns a Walk."""
+        """The Walk of a dry run of one step."""
         world = CountedWorld(self.ranks, rank, self.reduction)
         model = self.build(layers)
         run = DryRun(model, world, stage, self.optimizer, self.policy, self.memo)
@@ -32,7 +32,7 @@ class Setting:
 
 
 class Walk:
-    """What a dry run found, for one rank: bytes by kind, elements and bytes per collective, FLOPs of one step."""
+    """The result of a dry run, for one rank and step: bytes by kind, collectives, FLOPs."""
 
     def __init__(self, run, micro_batches):
         ledger = run.ledger
@@ -55,7 +55,7 @@ class Walk:
 
     @property
     def counts(self):
-        """How often the terms of a step's time occur (speed.py): FLOPs, and elements updated and moved, and visits."""
+        """What the terms of a step's time multiply (speed.py): FLOPs, elements, visits."""
         moved = sum(entry.elements for kind, entry in self.messages if kind != "all_reduce")
         return {
             "flops": self.flops,
@@ -66,11 +66,11 @@ class Walk:
 
     @property
     def bytes_sent(self):
-        """Bytes that one rank sends in a step, scalars included."""
+        """Bytes that one rank sends per step, including scalars."""
         return sum(kind["bytes_sent"] for kind in self.comm.values())
 
     def entry(self):
-        """The walk as JSON writes it: bytes, elements and FLOPs of one rank and step."""
+        """The walk as JSON: bytes, elements and FLOPs of one rank and step."""
         comm = {
             kind: {name: amount for name, amount in amounts.items() if name != "blocked_s"}
             for kind, amounts in self.comm.items()
@@ -92,9 +92,9 @@ class Walk:
 
 
 def largest_fitting(bytes_of, memory):
-    """The largest n from 1 to HIGHEST with bytes_of(n) <= memory, which rises with n; 0 if there is none.
+    """The largest n from 1 to HIGHEST with bytes_of(n) <= memory, or 0; bytes_of is increasing.
 
-    Every answer was walked: bytes_of(n) fits, and bytes_of(n + 1) does not (or n is HIGHEST).
+    The answer is checked: bytes_of(n) fits, and bytes_of(n + 1) does not (or n is HIGHEST).
     """
     if bytes_of(1) > memory:
         return 0
@@ -106,9 +106,7 @@ def largest_fitting(bytes_of, memory):
             fits = tried
         else:
             too_many = tried
-        first, last = sorted(known)[
-            :: len(known) - 1
-        ]  # memory is nearly a straight line: aim along it
+        first, last = sorted(known)[:: len(known) - 1]  # memory is nearly linear in n
         slope = (known[last] - known[first]) / (last - first) or 1
         aim = fits + int((memory - known[fits]) / slope)
         tried = max(fits + 1, min(aim if aim > fits else fits + 1, too_many - 1))

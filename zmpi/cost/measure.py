@@ -1,4 +1,4 @@
-"""What each stage costs here: timed in turns, then each alone: booked, traced, probed and written down."""
+"""Measures each stage on this machine: times in turns, then memory and messages one by one."""
 
 import os
 from collections import Counter
@@ -35,20 +35,20 @@ class Workload:
     batches: Batches
     accumulate: int
     warm_up: int  # steps that are not timed
-    steps: int  # steps that are
-    parts: type = ZeRO  # the engine, with parts of one's own
+    steps: int  # steps that are timed
+    parts: type = ZeRO  # the engine, possibly with your own parts
 
     def engine(self, kind, world, stage):
-        """A fresh engine of that class with these parts, at step 0."""
+        """A new engine of this class, with these parts, at step 0."""
         kind = joined(kind, self.parts)
         return kind(self.build(), world, stage, self.optimizer, self.seed, self.policy)
 
     def step(self, zero, how="train_step"):
-        """One step of the engine on the data of its position; returns the loss."""
+        """One step of the engine, on its next data; returns the loss."""
         return getattr(zero, how)(self.batches.of_step(self.seed, zero.step + 1, self.accumulate))
 
     def setting(self, world, policy=None):
-        """The same as the planner takes it."""
+        """The planner's Setting for this workload."""
         ranks, reduction = world.size, world.reduction_for(self.policy.recipe)
         return Setting(
             lambda _: self.build(),
@@ -61,7 +61,7 @@ class Workload:
         )
 
     def walk(self, world, stage, policy=None):
-        """(a dry run of this rank's step, None), or (None, why there is none: arrays that are only counted cannot do all)."""
+        """(dry run of this rank's step, None), or (None, why counted arrays cannot do it)."""
         try:
             return self.setting(world, policy).walk(stage, rank=world.rank), None
         except (TypeError, AttributeError, ValueError) as error:
@@ -69,9 +69,9 @@ class Workload:
 
 
 def measure_stages(workload, world, stages, lanes=False):
-    """({the report's keys about the turns}, [every stage's row]), as JSON writes them; the same on all ranks.
+    """({the report's keys about the turns}, [each stage's row]), for JSON. Collective.
 
-    All ranks call it. What fails on all of them is a row with "error". `lanes` adds the timeline of one step.
+    A stage that fails on all ranks has a row with "error". `lanes` adds the timeline of one step.
     """
     walks = {stage: workload.walk(world, stage) for stage in stages}
     errors = {
@@ -103,7 +103,7 @@ def measure_stages(workload, world, stages, lanes=False):
 
 
 def _row(workload, world, stage, walk, timings, lanes):
-    """What the formula says of a stage, and what was measured, with one engine alive."""
+    """A stage's formulas and measurements, with one engine alive."""
     first = next(timing for timing in timings.values() if timing.error is None)
     row = _times(world, timings[stage], first)
     row |= _booked(workload, world, stage)
@@ -111,7 +111,7 @@ def _row(workload, world, stage, walk, timings, lanes):
     row |= _probed(workload, world, stage)
     row |= _traced(workload, world, stage, lanes)
     policy = Policy(workload.policy.precision, workload.policy.prefetch)
-    bare = workload.walk(world, stage, policy)[0]  # recomputation is no work of the model's
+    bare = workload.walk(world, stage, policy)[0]  # without recomputation
     row["counts"] = walk.counts if walk else None
     row["flops"] = bare.flops if bare else None
     row["flops_per_s"] = bare.flops / row["step_s"] if bare else None
@@ -119,9 +119,9 @@ def _row(workload, world, stage, walk, timings, lanes):
 
 
 def _why_apart(world, walks):
-    """Why the stages' engines cannot be alive together, or None: then they take turns."""
+    """Why the stages' engines cannot be alive together, or None: they take turns."""
     if not all(walks):
-        return "the dry run cannot say whether they fit into memory together"
+        return "the dry run cannot tell whether they fit into memory together"
     state = [sum(walk.state.values()) for walk in walks]
     most = max((walk.peak - own for walk, own in zip(walks, state, strict=True)), default=0)
     lacking = _lacking(world, sum(state) + most)
@@ -134,13 +134,13 @@ def everyone(world, value):
 
 
 def available_bytes():
-    """Memory that a rank may still take, if all ranks of its node take as much; None where the system does not say."""
+    """Memory available to a rank if all on its node take the same; None if unknown."""
     free = free_node_memory()
     return None if free is None else free // ranks_on_this_node(os.environ)
 
 
 def _lacking(world, needed):
-    """Why the stage cannot run, or None: a rank that runs out of memory would take all others down with it."""
+    """Why the stage lacks memory, or None: one rank out of memory would take down all."""
     for rank, free in enumerate(everyone(world, available_bytes())):
         if free is not None and free < needed:
             return f"needs {needed:,} bytes of arrays per rank, rank {rank} has {free:,}"
@@ -148,7 +148,7 @@ def _lacking(world, needed):
 
 
 def _times(world, timing, first):
-    """Times of a stage's steps in the rounds, beside those of the first stage."""
+    """Times of a stage's steps in the rounds, compared with the first stage's."""
     taken = timing.taken()
     times, blocked = zip(*taken, strict=True)
     step = quartiles_of(times)
@@ -166,7 +166,7 @@ def _times(world, timing, first):
 
 
 def _booked(workload, world, stage):
-    """Bytes of state by the stage's formula and as booked, other memory, volumes: of an engine with nothing added."""
+    """State bytes by formula and as booked, other memory, and volumes, of an unprobed engine."""
     resident = PeakResident()
     resident.reset()
     zero = workload.engine(ZeRO, world, stage)
@@ -174,7 +174,7 @@ def _booked(workload, world, stage):
     while booked < BOOKED_STEPS and zero.step < workload.warm_up + workload.steps:
         workload.step(zero)
         booked += not zero.last.skipped
-        memory |= Counter(zero.ledger["memory"])  # the highest of each
+        memory |= Counter(zero.ledger["memory"])  # the maximum of each
     comm = zero.ledger["comm"]
     kinds = {kind: everyone(world, memory[kind]) for kind in (*OWNED, "full_peak", "work")}
     padded = sum(unit.layout.padded for unit in zero.units.values())
@@ -192,7 +192,7 @@ def _booked(workload, world, stage):
 
 
 def _volumes(zero, booked):
-    """{collective: elements and bytes of a step, by the closed form (paper, section 7) and as booked by this rank}."""
+    """{collective: elements and bytes per step, by formula (paper, section 7) and as booked}."""
     ranks, itemsize = zero.comm.shards, zero.policy.recipe.gradient.itemsize
     sizes = {name: unit.layout.elements for name, unit in zero.units.items()}
     padded = {name: unit.layout.padded for name, unit in zero.units.items()}
@@ -220,7 +220,7 @@ def _by_unit(moved):
 
 
 def _memory(workload, world, stage, walk):
-    """All array memory of one step, by kind, beside the planner's dry run of this rank."""
+    """All array memory of one step, by kind, next to the planner's dry run of this rank."""
     zero = workload.engine(TracedZeRO, world, stage)
     workload.step(zero)
     workload.step(zero, "traced_step")
@@ -248,7 +248,7 @@ def _memory(workload, world, stage, walk):
 
 
 def _planned(walk):
-    """Bytes of arrays by kind, as the dry run counted them."""
+    """Bytes of arrays by kind, from the dry run."""
     return {
         "full": walk.full,
         "work": walk.work,
@@ -259,7 +259,7 @@ def _planned(walk):
 
 
 def _probed(workload, world, stage):
-    """Seconds of a step, this rank's, that went into waiting for the slowest rank and into messages."""
+    """Seconds per step, by rank, of waiting for the slowest rank, and of messages in flight."""
     zero = workload.engine(ProbedZeRO, world, stage)
     workload.step(zero)
     zero.comm.skew_s.clear()
@@ -277,9 +277,9 @@ def _probed(workload, world, stage):
 
 
 def _traced(workload, world, stage, lanes):
-    """Seconds of a step by verb, every rank's, and what was under way in products; with `lanes` the events of one step.
+    """Seconds per step by verb and rank, and gathers in progress during products.
 
-    "other" is Python between two verbs. The events are None on ranks other than 0.
+    "other" is Python between verbs. `lanes` adds the events of one step (None except on rank 0).
     """
     zero = workload.engine(watched(ZeRO, Trace), world, stage)
     for _ in range(1 + PROBED_STEPS):

@@ -1,4 +1,4 @@
-"""Does a step fit into the memory that a container lends? Where it does not, Linux ends a process without a word."""
+"""Refuses a step that exceeds the container's memory limit: Linux would kill it silently."""
 
 import os
 
@@ -10,10 +10,10 @@ from zmpi.process.table import in_bytes
 
 
 def refuse_beyond_limit(model, world, stage, optimizer, policy, batch):
-    """Raise ValueError where a step of all ranks of this node takes more than its memory limit, as a dry run counts it.
+    """Raise ValueError if a step of all this node's ranks exceeds its memory limit, by a dry run.
 
-    `batch`: (sequences of a micro-batch, micro-batches of a step). Where the machine has less than
-    the limit nothing is counted.
+    `batch`: (sequences per micro-batch, micro-batches per step). Does nothing if the machine has
+    less memory than the limit.
     """
     limit, bound = node_memory()
     if world.device.name != "cpu" or "limit" not in bound:

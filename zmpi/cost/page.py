@@ -1,4 +1,4 @@
-"""A bench's report as pictures and one HTML page that holds them, with the tables: nothing is loaded from elsewhere."""
+"""A bench's report: pictures, and one self-contained HTML page with them and the tables."""
 
 import re
 from base64 import b64encode
@@ -15,21 +15,26 @@ from zmpi.process.table import seconds
 START = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>zmpi bench</title>"""
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #222;
+       max-width: 1100px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.6em; } h2 { margin-top: 2em; border-bottom: 1px solid #ccc; }
 pre { background: #f5f5f5; padding: 0.8em; overflow-x: auto; font-size: 13px; line-height: 1.4; }
-figure { margin: 1.5em 0; } figure img { width: 100%; max-width: 1000px; } figcaption { color: #555; }
+figure { margin: 1.5em 0; } figure img { width: 100%; max-width: 1000px; }
+figcaption { color: #555; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.2em 0.9em; text-align: right; white-space: nowrap; } th:first-child, td:first-child { text-align: left; }
-thead th { border-bottom: 2px solid #222; } tr.headline td { font-weight: bold; padding-top: 0.9em; }
-tr.below td:first-child { padding-left: 2.5em; color: #555; } .scroll { overflow-x: auto; } .failed { color: #b00; }
+th, td { padding: 0.2em 0.9em; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+thead th { border-bottom: 2px solid #222; }
+tr.headline td { font-weight: bold; padding-top: 0.9em; }
+tr.below td:first-child { padding-left: 2.5em; color: #555; }
+.scroll { overflow-x: auto; } .failed { color: #b00; }
 """
 
 
 def open_page(folder, held):
-    """The Output of a report's index.html, closed by `held`; the folder is made if it is missing.
+    """The Output of a report's index.html, closed by `held`; creates the folder if missing.
 
-    Raises ValueError for a folder that cannot be written, or that holds a page or pictures of someone else's.
+    Raises ValueError if the folder cannot be written, or holds another page or pictures.
     """
     folder = Path(folder)
     if folder.is_file() or not folder.absolute().parent.is_dir():
@@ -41,7 +46,7 @@ def open_page(folder, held):
         held.callback(_remove_if_empty, folder)
     path = folder / "index.html"
     if not path.exists() and any(folder.glob("*.png")):
-        raise ValueError(f"--report: {folder} holds pictures of another kind; choose another one")
+        raise ValueError(f"--report: {folder} has other pictures in it; choose another folder")
     own = re.compile(START.encode())
     return held.enter_context(closing(Output("--report", path, own.match, "a bench's report")))
 
@@ -77,7 +82,7 @@ def write_report(page, axis, reports):
         parts += [_stages(report), f"<p>{escape(NOTES)}</p>", _units(report)]
     body = "\n".join(parts)
     text = f"{START}<style>{STYLE}</style></head>\n"
-    text += f"<body><h1>What each ZeRO stage costs here</h1>\n{body}\n</body></html>\n"
+    text += f"<body><h1>The cost of each ZeRO stage</h1>\n{body}\n</body></html>\n"
     page.replace(text)
 
 
@@ -91,8 +96,9 @@ def _figure(folder, name, caption, figure):
     path = folder / f"{name}.png"
     with named(f"--report: {path}"):
         path.write_bytes(data.getvalue())
-    source = b64encode(data.getvalue()).decode("ascii")
-    return f'<figure><img alt="{name}" src="data:image/png;base64,{source}"><figcaption>{escape(caption)}</figcaption></figure>'
+    source = f"data:image/png;base64,{b64encode(data.getvalue()).decode('ascii')}"
+    image = f'<img alt="{name}" src="{source}">'
+    return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def _stages(report):

@@ -1,11 +1,11 @@
-"""The paper's own figures (arXiv 1910.02054, Tables 1 and 2), beside what zmpi's formula gives. Quoted to be compared only."""
+"""The paper's figures (arXiv 1910.02054, Tables 1 and 2), quoted next to zmpi's formula."""
 
 from zmpi.core.stages import STAGES, state_bytes
 from zmpi.numbers.precision import RECIPES
 from zmpi.process.table import in_columns
 
 PAPER_RANKS = (1, 4, 16, 64, 256, 1024)
-# Table 1: GB per rank. Parameters -> a row for each of PAPER_RANKS: P_os, P_os+g, P_os+g+p.
+# Table 1: GB per rank. Parameters -> a row per PAPER_RANKS: P_os, P_os+g, P_os+g+p.
 TABLE_1 = {
     "7.5B": (
         ("120", "120", "120"),
@@ -33,8 +33,8 @@ TABLE_1 = {
     ),
 }
 PAPER_MODELS = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
-# Table 2: model-parallel degree -> largest model in 32 GB, in 1e9 parameters: DP, P_os, P_os+g, P_os+g+p in theory; DP and
-# P_os as the authors measured them.
+# Table 2: model-parallel degree -> largest model in 32 GB, in 1e9 parameters: DP, P_os, P_os+g,
+# P_os+g+p in theory; DP and P_os measured by the authors.
 TABLE_2 = {
     1: ("2", "7.6", "14.4", "128", "1.3", "6.2"),
     2: ("4", "15.2", "28.8", "256", "2.5", "12.5"),
@@ -54,22 +54,26 @@ def state_gb(stage, parameters, ranks):
 
 
 def largest_model(stage, ranks, memory, recipe=PAPERS_RECIPE):
-    """The largest number of parameters whose state alone fits into `memory` bytes per rank (the theory of Table 2)."""
+    """The most parameters whose state fits into `memory` bytes per rank (Table 2's theory)."""
     return memory / sum(state_bytes(stage, 1.0, ranks, recipe).values())
 
 
 def both_tables():
-    """Tables 1 and 2 as text, the paper's figure and zmpi's side by side."""
+    """Tables 1 and 2 as text, the paper's figures next to zmpi's."""
     return f"""\
-Table 1 of the paper: state, GB per rank (1 GB = 1e9 bytes), 2 + 2 + 12 bytes per parameter; each cell paper | zmpi
+Table 1 of the paper: state in GB per rank (1 GB = 1e9 bytes), 2 + 2 + 12 bytes per parameter;
+each cell: paper | zmpi
 {_table_1()}
-All of Table 1 is analysis: it follows from the formulas of sections 5.1-5.3. What the authors ran at this scale: over 100B
-parameters on 400 GPUs with P_os+g and ZeRO-R (section 10). P_os+g+p, and "over 1T", they only analysed.
+Table 1 is analysis: it follows from the formulas of sections 5.1-5.3. At this scale the authors ran
+over 100B parameters on 400 GPUs, with P_os+g and ZeRO-R (section 10); P_os+g+p, and "over 1T", they
+only analysed.
 
-Table 2 of the paper: largest model, 1e9 parameters, in 32 GB per GPU; 64 data-parallel ranks of MP GPUs; each cell paper | zmpi
+Table 2 of the paper: largest model, in 1e9 parameters, in 32 GB per GPU; 64 data-parallel ranks of
+MP GPUs; each cell: paper | zmpi
 {_table_2()}
-The columns of theory are the formula; zmpi's figure is that too. The authors measured DP and P_os alone: the last columns are
-their figure and its share of the theory. The rest of the memory held activations and buffers."""
+The theory columns are the formula, as are zmpi's figures. The authors measured only DP and P_os:
+the last columns are their figures, and the share of the theory. Activations and buffers took the
+rest of the memory."""
 
 
 def _table_1():
@@ -109,5 +113,5 @@ def _table_2():
 
 
 def with_decimals_of(printed, value):
-    """The value with as many decimals as the printed figure has."""
+    """The value with the printed figure's number of decimals."""
     return f"{value:.{len(printed.partition('.')[2])}f}"

@@ -1,4 +1,4 @@
-"""A bench's pictures: one function for each, which returns a matplotlib figure. matplotlib is imported only here."""
+"""A bench's pictures, a function for each that returns a matplotlib figure."""
 
 import matplotlib
 
@@ -37,14 +37,15 @@ VERBS = {
     "update": "#56B4E9",
     "agree": "#B0B0B0",
 }
-MEMORY_CAPTION = "All array memory of rank 0 over one step: what is gathered and freed makes the teeth of the saw."
-LANES_CAPTION = """One step of every rank. A gather only starts where it is drawn; the wait is where its end is needed. White:
-none of these (Python between two verbs, or a core that another process had)."""
+MEMORY_CAPTION = """All array memory of rank 0 over one step: gathering and freeing units makes the
+sawtooth."""
+LANES_CAPTION = """One step on every rank. A gather is drawn where it starts; the wait is where its
+result is needed. White: Python between verbs, or another process on the core."""
 STAGE_COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73")
 
 
 def draw_pictures(report):
-    """[(file name, what it shows, figure), ...] of one report. Stages that failed are left out of the pictures."""
+    """[(file name, caption, figure), ...] of one report, without stages that failed."""
     rows = [row for row in report["stages"] if "error" not in row]
     if not rows:
         return []
@@ -52,22 +53,22 @@ def draw_pictures(report):
     return [
         (
             "state",
-            f"State per rank at each stage, on {ranks}: the formula, and what was measured.",
+            f"State per rank at each stage, on {ranks}: formula and measurement.",
             _state(rows),
         ),
         (
             "memory",
-            "All array memory of rank 0 over one step: what is gathered and freed makes the teeth of the saw.",
+            MEMORY_CAPTION,
             _memory(rows),
         ),
         (
             "throughput",
-            f"Tokens per second, all {ranks} together, in the median step; the bars span its quartiles.",
+            f"Tokens per second of all {ranks}, in the median step; bars span the quartiles.",
             _throughput(rows),
         ),
         (
             "blocked",
-            "Share of a step in which a rank is blocked in communication: a dot for each rank.",
+            "Share of a step in which a rank is blocked in communication, a dot per rank.",
             _blocked(rows),
         ),
         ("lanes", LANES_CAPTION, _lanes(rows)),
@@ -85,7 +86,7 @@ def _axes(rows=1, columns=1, width=8.0, height=4.2, **options):
 
 
 def _legend(figure, colours):
-    """One legend for the whole figure, above its axes."""
+    """One legend for the whole figure, above the axes."""
     patches = [
         Patch(color=colour, label=LABELS.get(name, name)) for name, colour in colours.items()
     ]
@@ -217,14 +218,14 @@ def _lanes(rows):
         one.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
         one.set_ylim(ranks - 0.5, -0.5)
         one.set_title(f"stage {row['stage']}", loc="left", fontsize=10)
-    one.set_xlim(0, longest)  # of all: they share the axis
+    one.set_xlim(0, longest)  # the axis is shared
     one.set_xlabel("ms since the step began")
     _legend(figure, VERBS)
     return figure
 
 
 def _sweep_quantities(reports):
-    """((label, figure of a stage's row), ...), one for each of the sweep's three pictures."""
+    """((label, value of a stage's row), ...), for the sweep's three pictures."""
     peaks = [
         max(row["arrays"]["peak"]["measured"])
         for report in reports
@@ -246,7 +247,7 @@ def _sweep_quantities(reports):
 
 
 def sweep_picture(axis, reports):
-    """Throughput, blocked share and array peak along the axis, a line for each stage."""
+    """Throughput, blocked share and array peak along the axis, a line per stage."""
     figure, axes = _axes(1, 3, 11, 3.6)
     at = [int(point_of(axis, report).split()[1]) for report in reports]
     stages = [row["stage"] for row in reports[0]["stages"]]

@@ -1,4 +1,4 @@
-"""The tables of a plan for a model: memory at the peak, what fits, a step's time, and what it moves."""
+"""A plan's tables: memory at the peak, what fits, a step's time, and what it moves."""
 
 from zmpi.core.stages import STAGES, elements_moved
 from zmpi.cost.estimate import HIGHEST
@@ -9,7 +9,7 @@ SHARDED = ("nothing", "optimizer states", "+ gradients", "+ parameters")
 
 
 def memory_table(walks):
-    """Bytes per rank by kind, and where the step is at its peak."""
+    """Bytes per rank by kind at the step's peak, and where that is."""
     divisor, name = unit_for(max(walk.peak for walk in walks))
     lines = [
         (
@@ -35,14 +35,12 @@ def memory_table(walks):
                 f"in {walk.place}",
             )
         )
-    return (
-        f"{name} per rank (1 {name} = {divisor:,} bytes) at the peak of a step; the columns add up to it\n"
-        + in_columns(lines, 2)
-    )
+    unit = f"{name} per rank (1 {name} = {divisor:,} bytes)"
+    return f"{unit} at the peak of a step; the columns add up to it\n{in_columns(lines, 2)}"
 
 
 def fits_table(limits, nbytes):
-    """What fits into so many bytes per rank. Raises UsageError where not even one layer fits at any stage."""
+    """What fits into `nbytes` per rank; UsageError if not even one layer fits at any stage."""
     if not any(limit["largest_layers"] for limit in limits):
         raise UsageError(
             f"--memory: not even 1 layer fits into {nbytes:,.15g} bytes per rank at any stage;"
@@ -57,48 +55,48 @@ def fits_table(limits, nbytes):
             "none" if not n else f"{n:,}" + (" or more" if n == HIGHEST else "") for n in counts
         ]
         lines.append((f"  {stage.number}", f"{limit['largest_parameters']:.4g}", *said))
-    return f"largest that fits {in_bytes(nbytes)} per rank, all else as above\n{in_columns(lines)}"
+    return f"largest that fits {in_bytes(nbytes)} per rank, all else equal\n{in_columns(lines)}"
 
 
 def times_table(walks, turning, speed):
-    """What a step may take, term by term, with messages hidden behind the rest or not at all."""
+    """A step's time, term by term, with messages fully hidden and not hidden at all."""
     heads = ("step, all hidden", "step, none hidden", "ranks that pay")
     lines = [("stage", *speed.terms(walks[0]), *heads)]
     for walk, (ranks, found) in zip(walks, turning, strict=True):
         compute, comm = speed.compute_s(walk), speed.comm_s(walk)
         times = [*speed.terms(walk).values(), max(compute, comm), compute + comm]
-        pays = f"{ranks:,}" if found else f"{ranks:,} and more"
+        pays = f"{ranks:,}" if found else f"{ranks:,} or more"
         lines.append((f"  {walk.stage.number}", *map(seconds, times), pays))
     return f"time of a step of one rank\n{in_columns(lines)}\n{_sources(speed)}"
 
 
 def _sources(speed):
-    """The figure behind each term."""
+    """The source of each term."""
     if speed.links:
-        messages = "each call by its bytes, as the doctor measured them"
+        messages = "each call by its bytes, as measured by the doctor"
         skew = f"{speed.skew:.1%} of the four before messages"
     else:
         messages = f"{speed.bandwidth:.3g} bytes/s sent by a rank"
-        skew = "in messages already, where they were measured by a bench"
+        skew = "already in messages, if a bench measured them"
     lines = [
-        ("layers", f"{speed.flops:.3g} FLOPs/s of matrix products, all else in them included"),
+        ("layers", f"{speed.flops:.3g} FLOPs/s of matrix products, including all else in layers"),
         ("update", _each(speed.update_s, "element that a rank updates")),
         ("ends", _each(speed.ends_s, "element moved (widening, adding up)")),
         ("Python", _each(speed.visit_s, "visit of a layer")),
         ("messages", messages),
         ("skew", skew),
         ("ranks that pay", "at the same global batch, the fewest at which messages and skew"),
-        ("", "come to take as long as the rest"),
+        ("", "take as long as the rest"),
     ]
     return in_columns([(f"  {name}", text) for name, text in lines], left=2)
 
 
 def _each(value, what):
-    return f"{seconds(value)} for each {what}" if value else "not known, left out"
+    return f"{seconds(value)} per {what}" if value else "unknown, left out"
 
 
 def moved_table(walks, accumulate):
-    """The walk's collectives, beside the closed form (paper, section 7)."""
+    """The walk's collectives, next to the formula (paper, section 7)."""
     lines = [
         ("stage", "collective", "calls", "elements", "formula", "bytes sent", "of which padding")
     ]
@@ -114,7 +112,5 @@ def moved_table(walks, accumulate):
             expected = f"{formula[kind]:,}" if kind in formula else "-"
             name = "scalars" if kind == "all_reduce" else kind
             lines.append((f"  {walk.stage.number}", name, *amounts[:2], expected, *amounts[2:]))
-    flops = walks[0].flops
-    return f"moved by rank 0 in a step; {flops:,} FLOPs of matrix products in it\n" + in_columns(
-        lines, 2
-    )
+    flops = f"{walks[0].flops:,} FLOPs of matrix products"
+    return f"moved by rank 0 in a step of {flops}\n{in_columns(lines, 2)}"

@@ -1,4 +1,4 @@
-"""Probes of a running engine that cost time, and are therefore not on by default: array memory, and who was late."""
+"""Probes that slow an engine down, so are off by default: array memory, and which rank was late."""
 
 import ctypes
 import tracemalloc
@@ -13,10 +13,10 @@ from zmpi.messages.memory import peak_resident_bytes, traced_array_bytes
 
 
 def array_bytes():
-    """(bytes of arrays made since tracemalloc was started and alive, highest since the last call).
+    """(live bytes of arrays made since tracemalloc was started, highest since the last call).
 
-    The first is exact. tracemalloc's peak is of all memory: what Python's own objects take now is subtracted, so the second
-    may be off by what they took at the peak and no longer take, some kB.
+    The first is exact. tracemalloc's peak covers all memory; the current size of Python's objects
+    is subtracted, so the second is off by what they have freed since the peak, some kB.
     """
     if not tracemalloc.is_tracing():
         return 0, 0
@@ -27,12 +27,12 @@ def array_bytes():
 
 
 class TracedZeRO(WatchedZeRO):
-    """An engine whose ledger is a watch.Memory over this process's arrays."""
+    """An engine whose ledger is a watch.Memory of this process's arrays."""
 
     make_ledger = staticmethod(partial(Memory, array_bytes))
 
     def traced_step(self, micro_batches):
-        """One training step, slower than others, with `ledger.moments` of all that was alive in it; returns the loss."""
+        """One slow training step that fills `ledger.moments`; returns the loss."""
         tracemalloc.start(1)
         try:
             return self.train_step(micro_batches)
@@ -41,14 +41,12 @@ class TracedZeRO(WatchedZeRO):
 
 
 class ProbedCommunicator(Communicator):
-    """A communicator that meets the other ranks before each collective, and so knows who was late."""
+    """A communicator with a barrier before each collective, which shows who was late."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        # (kind, unit) -> seconds waited for the slowest rank before the collective began
-        self.skew_s = Counter()
-        # (kind, unit) -> seconds from its start to its end, as the caller saw them
-        self.in_flight_s = Counter()
+        self.skew_s = Counter()  # (kind, unit) -> seconds waited for the slowest rank
+        self.in_flight_s = Counter()  # (kind, unit) -> seconds from start to end, for the caller
 
     def all_gather(self, layout, shard, full):
         self._meet("all_gather", layout)
@@ -68,7 +66,7 @@ class ProbedCommunicator(Communicator):
 
 
 class _Timed:
-    """A gather under way that knows when it was started."""
+    """A gather in progress that knows when it started."""
 
     def __init__(self, comm, unit, gather):
         self._comm, self._unit, self._gather, self._began = comm, unit, gather, perf_counter()
@@ -79,7 +77,7 @@ class _Timed:
 
 
 class ProbedZeRO(WatchedZeRO):
-    """An engine that measures skew and time in flight. The meetings themselves cost time: its parts need not add up."""
+    """An engine that measures skew and time in flight. Barriers cost time: parts may not add up."""
 
     make_communicator = ProbedCommunicator
 
@@ -88,10 +86,12 @@ class PeakResident:
     """The process's highest resident memory since `reset`, in bytes."""
 
     def __init__(self):
-        self.exact = False  # whether the system could forget the peak before (Linux); else `read` includes it
+        self.exact = (
+            False  # the system could reset the peak (Linux); else `read` includes older ones
+        )
 
     def reset(self):
-        """Give freed memory back, and forget the peak so far."""
+        """Return freed memory to the system, and reset the peak."""
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
         try:
@@ -102,7 +102,7 @@ class PeakResident:
             self.exact = False
 
     def read(self):
-        """Bytes, since the last reset where `exact`."""
+        """Peak bytes, since the last reset if `exact`."""
         try:
             with open("/proc/self/status", encoding="ascii", errors="replace") as status:
                 return next(

@@ -1,14 +1,15 @@
-"""How long a step takes: each term on its own, with its source.
+"""How long a step takes, as separate terms.
 
-    layers     forward, turn and backward: FLOPs of products, and whatever else layers do for each of them
-    update     the optimizer, for each element that this rank updates
-    ends       before and after messages: widening, rounding, adding up, for each element moved
-    Python     between two verbs, for each visit of a layer
-    messages   each call's latency and its bytes, by its size
-    skew       waiting for the slowest rank, as a share of what the ranks compute
+    layers    forward, turn and backward: per FLOP of products, including all else in layers
+    update    the optimizer: per element that this rank updates
+    ends      around messages (widening, rounding, adding up): per element moved
+    Python    between two verbs: per visit of a layer
+    messages  latency and bytes of each call, by its size
+    skew      waiting for the slowest rank: a share of the computing time
 
-All but messages come from one zmpi.bench --json (seconds by verb, of all ranks); messages from one zmpi.doctor --json of
-the same world, else from what the bench was blocked. From --flops and --bandwidth come layers and messages alone.
+A zmpi.bench --json (seconds by verb, of all ranks) gives all but messages; a zmpi.doctor --json of
+the same world gives messages, or else the bench's blocked time. --flops and --bandwidth give only
+layers and messages.
 """
 
 from dataclasses import dataclass, replace
@@ -21,15 +22,15 @@ COMPUTE_TERMS = ("layers", "update", "ends", "Python")
 
 @dataclass(frozen=True)
 class Speed:
-    """What a rank can do. Seconds for each; 0 where it is not known, and then left out of a step's time."""
+    """A rank's speed. 0: unknown, and left out of a step's time."""
 
-    flops: float  # FLOPs of products in a second
-    bandwidth: float = inf  # bytes sent in a second, where there are no `links`
-    update_s: float = 0.0  # for an element that is updated
-    ends_s: float = 0.0  # for an element that is moved
-    visit_s: float = 0.0  # for a visit
-    skew: float = 0.0  # seconds waited for a second of computing
-    links: dict | None = None  # {collective: [(bytes sent in a call, seconds), ...]}, rising
+    flops: float  # FLOPs of products per second
+    bandwidth: float = inf  # bytes sent per second, without `links`
+    update_s: float = 0.0  # seconds per element updated
+    ends_s: float = 0.0  # seconds per element moved
+    visit_s: float = 0.0  # seconds per visit
+    skew: float = 0.0  # seconds waited per second of computing
+    links: dict | None = None  # {collective: [(bytes sent per call, seconds), ...]}, increasing
 
     def terms(self, walk):
         """{term: seconds} of a step."""
@@ -41,21 +42,21 @@ class Speed:
             "Python": counts["visits"] * self.visit_s,
             "messages": sum(self._call_s(walk, kind, entry) for kind, entry in walk.messages),
         }
-        waited = self.skew if self.links else 0.0  # what a bench was blocked has the skew in it
+        waited = self.skew if self.links else 0.0  # a bench's blocked time includes the skew
         return terms | {"skew": waited * sum(terms[term] for term in COMPUTE_TERMS)}
 
     def compute_s(self, walk):
-        """Seconds of a step in which this rank computes."""
+        """Seconds per step in which this rank computes."""
         terms = self.terms(walk)
         return sum(terms[term] for term in COMPUTE_TERMS)
 
     def comm_s(self, walk):
-        """Seconds of a step's messages, and of waiting for the slowest rank."""
+        """Seconds per step for messages, and for waiting for the slowest rank."""
         terms = self.terms(walk)
         return terms["messages"] + terms["skew"]
 
     def _call_s(self, walk, kind, entry):
-        """Seconds of all calls that one ledger entry counts."""
+        """Seconds of all calls in one ledger entry."""
         if not entry.bytes_sent:
             return 0.0
         points = (self.links or {}).get(_collective(walk, kind))
@@ -65,14 +66,14 @@ class Speed:
 
 
 def _collective(walk, kind):
-    """What the doctor calls it. Scalars are gathered."""
+    """The doctor's name for it. Scalars are gathered."""
     if kind == "reduce_scatter":
         return "reduce_scatter_ordered" if walk.reduce_each else "reduce_scatter_mpi"
     return "all_gather"
 
 
 def along(points, nbytes):
-    """Seconds for so many bytes, on straight lines between measured points; the first and last line go on."""
+    """Seconds for `nbytes`, interpolated linearly between measured points, and extrapolated."""
     if len(points) == 1:
         return points[0][1] * nbytes / points[0][0]
     pairs = list(pairwise(points))
@@ -83,9 +84,9 @@ def along(points, nbytes):
 
 
 def speed_of(report):
-    """The Speed that a bench's JSON measured: for each term the median over its stages of the mean over ranks.
+    """The Speed from a bench's JSON: each term's median over stages of its mean over ranks.
 
-    Raises ValueError, or what Python has for a wrong type or a missing key, where it holds none.
+    Raises ValueError, TypeError, KeyError or another error if the JSON is not a bench's.
     """
     found = [_of_stage(row) for row in report.get("stages", []) if row.get("counts")]
     sent = [(row["bytes_sent"], row["blocked_s"]) for row in report["stages"] if "error" not in row]
@@ -128,9 +129,9 @@ def _of_stage(row):
 
 
 def links_of(report):
-    """{collective: [(bytes sent in a call, seconds), ...]} of a doctor's JSON.
+    """{collective: [(bytes sent per call, seconds), ...]} from a doctor's JSON.
 
-    Raises ValueError, or what Python has for a wrong type or a missing key, where it holds none.
+    Raises ValueError, TypeError, KeyError or another error if the JSON is not a doctor's.
     """
     links = {}
     for name, points in report["links"].items():
@@ -141,10 +142,11 @@ def links_of(report):
 
 
 def ranks_that_pay(setting, stage, speed):
-    """(ranks, whether they were found): at the same global batch, the fewest ranks at which messages take as long as computing.
+    """(ranks, whether found): the fewest ranks at which messages take as long as computing.
 
-    With fewer, another rank saves more arithmetic than it adds in messages. The global batch is divided further and further:
-    first over micro-batches, then over the sequences in one; one sequence per rank is the end of it.
+    Up to there, another rank saves more computing than it adds in messages. The global batch is
+    fixed, and divided first over micro-batches, then over the sequences in one, down to one
+    sequence per rank.
     """
     batch = setting.micro_batch * setting.accumulate * setting.ranks
 

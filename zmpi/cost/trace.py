@@ -1,4 +1,4 @@
-"""The timeline of the running engine, one lane per rank: as Chrome trace events (Perfetto opens them), or as lines of text."""
+"""The timeline of an engine, one lane per rank: Chrome trace events (for Perfetto), or text."""
 
 import json
 import re
@@ -10,21 +10,22 @@ from zmpi.cost.watch import Watch
 from zmpi.process.output import Output
 from zmpi.process.table import in_columns
 
-KEPT_STEPS = 100  # that a trace keeps, the last ones: a long run's trace must not grow with it
-CLOCK_ROUNDS = 20  # of the messages by which two clocks are compared
+KEPT_STEPS = 100  # a trace keeps the last ones, so that it does not grow with the run
+CLOCK_ROUNDS = 20  # messages to compare two clocks
 COMPUTING_VERBS = ("forward", "turn", "backward")
 AMOUNTS = ("elements", "bytes_sent", "blocked_s")
 
 
 class Trace(Watch):
-    """A ledger that writes down what was done when. Its events are dictionaries.
+    """A ledger that records when each verb ran, as dictionaries.
 
-    {"step", "verb", "name", "start", "end"} (seconds on this rank's clock), and what the ledger booked meanwhile.
+    {"step", "verb", "name", "start", "end"} (seconds on this rank's clock), and the amounts that
+    the ledger booked meanwhile.
     """
 
     def __init__(self):
         super().__init__()
-        self.steps = deque(maxlen=KEPT_STEPS)  # lists of events, in the order in which they began
+        self.steps = deque(maxlen=KEPT_STEPS)  # lists of events, in order of their starts
         self._under_way = []
 
     def begin_step(self):
@@ -62,7 +63,7 @@ class Trace(Watch):
             self.steps[-1][0]["end"] = end
 
     def book(self, kind, unit, **amounts):
-        """Also add the amounts to the event under way. What is booked outside any is an event of its own."""
+        """Also add the amounts to the current event; outside any, they are their own event."""
         super().book(kind, unit, **amounts)
         if self._under_way:
             event = self._under_way[-1]
@@ -83,21 +84,21 @@ class Trace(Watch):
                 event[amount] = event.get(amount, 0) + amounts[amount]
 
     def events(self):
-        """All events of the steps that are kept."""
+        """All events of the kept steps."""
         return [event for step in self.steps for event in step if event["end"] is not None]
 
     def _recording(self):
-        return self.steps and not self._as_other  # an evaluation is no part of a step
+        return self.steps and not self._as_other  # an evaluation is not part of a step
 
     def _step(self):
         return self.steps[-1][0]["step"] if self.steps else 0
 
 
 def by_verb(events):
-    """{verb: seconds} of one step's events, which add up to the step.
+    """{verb: seconds} of a step's events, which add up to the step.
 
-    Of each verb, without what it was blocked in messages: that is "blocked", of all together. "other" is Python between
-    two verbs.
+    Without the time blocked in messages, which is "blocked", for all verbs together. "other" is
+    Python between verbs.
     """
     step, *rest = events
     found = {"blocked": 0.0}
@@ -111,8 +112,10 @@ def by_verb(events):
 
 
 def gathers_under_way(events):
-    """{"gathers", "during_products", "bytes"}: gathers of a step, those that were under way while a layer computed, and
-    the bytes that this rank sent in these. Counted from the order of the events, so it is the same in every run.
+    """{"gathers", "during_products", "bytes"} of a step.
+
+    All gathers, those in progress while a layer computed, and the bytes that this rank sent in
+    these. Counted from the order of events, so the same in every run.
     """
     started, during, sent, gathers = {}, 0, 0, 0
     for event in events:
@@ -130,17 +133,17 @@ def gathers_under_way(events):
 
 
 def open_trace(path):
-    """The Output of --trace. Raises ValueError for a file of another kind than a trace can have."""
+    """The Output of --trace; ValueError for a file name that is not a trace's."""
     kinds = {".json": r'{"traceEvents": ', ".txt": r"rank \d+  .* ms$"}  # as their first lines are
     suffix = Path(path).suffix
     if suffix not in kinds:
-        raise ValueError(f"--trace: expected a file that ends in .json or .txt, got {path}")
+        raise ValueError(f"--trace: expected a file name ending in .json or .txt, got {path}")
     own = re.compile(kinds[suffix].encode())
     return Output("--trace", path, own.match, "a trace of zmpi.train")
 
 
 def write_trace(output, zero):
-    """Write what the engine's Trace holds to an Output, on rank 0; all ranks call it. Raises UsageError on all."""
+    """Write the engine's Trace to rank 0's Output. Collective; raises UsageError on all ranks."""
     lanes = aligned(zero.world, zero.ledger.events())
     with zero.world.agreed():
         if zero.world.rank == 0:
@@ -149,9 +152,9 @@ def write_trace(output, zero):
 
 
 def aligned(world, events):
-    """Every rank's events, in rank order, in seconds after the first of all; on rank 0 alone, elsewhere None.
+    """Every rank's events, in seconds since the first of all; None except on rank 0. Collective.
 
-    The clocks differ between nodes: each rank's is set by the quickest of several messages to rank 0 and back.
+    Clocks differ between nodes: each is aligned by the fastest of several round trips to rank 0.
     """
     offset = _clock_offset(world)
     mine = [
@@ -170,10 +173,8 @@ def aligned(world, events):
 
 
 def _clock_offset(world):
-    """How many seconds this rank's clock is ahead of rank 0's."""
-    with world.guard.waiting(
-        "the clocks"
-    ):  # one wait for all messages: ranks are compared by the number of their waits
+    """Seconds by which this rank's clock is ahead of rank 0's."""
+    with world.guard.waiting("the clocks"):  # all messages: every rank counts one wait
         if world.rank:
             for _ in range(CLOCK_ROUNDS):
                 world.mpi.recv(source=0)
@@ -238,7 +239,7 @@ def as_text(lanes):
 
 
 def _said(event, ranks):
-    """What an event's line says beside its name."""
+    """The rest of an event's line, after its name."""
     elements = f"{event.get('elements', 0):,} elements"
     blocked = f"{event.get('blocked_s', 0) * 1e3:.2f} ms blocked"
     return {

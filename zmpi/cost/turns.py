@@ -1,4 +1,4 @@
-"""Steps of several stages, timed in turns: what a neighbour on the machine does for a minute meets all stages alike."""
+"""Times the stages in turns, so that other load on the machine affects all of them alike."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ from zmpi.process.errors import Agreed
 
 @dataclass
 class Timing:
-    """The timed steps of one stage, on this rank: an entry for each round, None where float16 skipped the step."""
+    """One stage's timed steps on this rank, one per round; None if float16 skipped the step."""
 
     step_s: list = field(default_factory=list)
     blocked_s: list = field(default_factory=list)
     loss: float = 0.0  # of the last step
-    tokens: int = 0  # targets of a step, all ranks'
-    error: str | None = None  # why there is no more
+    tokens: int = 0  # targets per step, over all ranks
+    error: str | None = None  # why it stopped
 
     def taken(self):
         """[(step_s, blocked_s)] of the steps that were not skipped."""
@@ -26,9 +26,9 @@ class Timing:
 
 
 def in_turns(workload, world, stages):
-    """{stage: Timing}. In each round every stage takes one step, and each round begins with another stage.
+    """{stage: Timing}. Every stage takes one step per round; each round starts with another.
 
-    All ranks call it. All engines are alive at once. A stage whose step fails on all ranks takes no further part.
+    Collective. All engines are alive at once. A stage whose step fails on all ranks drops out.
     """
     timings, engines = {stage: Timing() for stage in stages}, {}
     for stage in stages:
@@ -43,19 +43,19 @@ def in_turns(workload, world, stages):
         if timing.error is None and not timing.taken():
             timing.error = (
                 f"all {workload.steps} timed steps were skipped: gradients overflow"
-                f" {workload.policy.precision}; its loss scale is still being lowered, so take more"
-                " steps for --warm-up"
+                f" {workload.policy.precision}; its loss scale is still falling: use more --warm-up"
+                " steps"
             )
     return timings
 
 
 def _step(workload, zero, timing, timed):
-    """One step of one stage, written down where it is `timed`."""
+    """One step of one stage, recorded if `timed`."""
     began = perf_counter()
     timing.loss = workload.step(zero)
     seconds = perf_counter() - began
     timing.tokens = zero.last.tokens
-    if timed:  # a skipped step updates nothing, gathers less and takes less time
+    if timed:  # a skipped step is shorter: no update, fewer gathers
         blocked = sum(kind["blocked_s"] for kind in zero.ledger["comm"].values())
         timing.step_s.append(None if zero.last.skipped else seconds)
         timing.blocked_s.append(blocked)
@@ -68,7 +68,7 @@ def _rotated(stages, number):
 
 @contextmanager
 def _failing(timing):
-    """What all ranks raise together ends this stage, not the others."""
+    """An error on all ranks ends this stage, not the others."""
     try:
         yield
     except Agreed as error:
@@ -82,13 +82,13 @@ def quartiles_of(values):
 
 
 def ratio(steps, others):
-    """The spread of steps / others over the rounds in which both were taken; None where there is none."""
+    """The quartiles of steps / others over the rounds with both; None if there are none."""
     ratios = [a / b for a, b in zip(steps, others, strict=True) if a and b]
     return quartiles_of(ratios) if ratios else None
 
 
 def too_close(rows):
-    """Pairs of stages that these rounds cannot rank: the quartiles of their ratio lie on both sides of 1."""
+    """Pairs of stages that these rounds cannot rank: their ratio's quartiles span 1."""
     pairs = []
     for i, row in enumerate(rows):
         for other in rows[i + 1 :]:

@@ -1,9 +1,9 @@
-"""An engine whose ledger is told what is being done: the same steps, to the bit, for those who want to look on.
+"""An engine that reports each verb to its ledger, and takes the same steps, to the bit.
 
-    WatchedZeRO     names each verb of the loop to its ledger as it begins and ends
-    Watch           a ledger that listens; trace.py writes it down, Memory looks at what is alive
+    WatchedZeRO  tells its ledger when each verb of the loop begins and ends
+    Watch        a ledger that listens: trace.py records the verbs, Memory what is alive
 
-The engine itself knows nothing of this, and pays nothing for it.
+The engine itself does not know about this, and pays nothing for it.
 """
 
 from contextlib import contextmanager
@@ -18,11 +18,11 @@ from zmpi.messages.ledger import OWNED, WORK, Ledger
 
 
 class Watch(Ledger):
-    """A ledger that hears which verb is at work, and on what (a unit, or for forward and backward a layer)."""
+    """A ledger that is told the current verb, and its unit (forward and backward: its layer)."""
 
     def __init__(self):
         super().__init__()
-        self.place = ("", "")  # the verb at work; between two, the last one
+        self.place = ("", "")  # the current verb; between two, the last one
 
     def begin_step(self):
         super().begin_step()
@@ -30,7 +30,7 @@ class Watch(Ledger):
 
     @contextmanager
     def doing(self, verb, name):
-        """Around a verb. They do not nest."""
+        """Wraps a verb. Verbs do not nest."""
         self.place = verb, name
         self.began()
         yield
@@ -45,7 +45,7 @@ class Watch(Ledger):
 
 
 class WatchedUnit(Unit):
-    """A unit that says what it does. A verb that has nothing to do at this stage is not said."""
+    """A unit that reports its verbs, except those with nothing to do at this stage."""
 
     def gather(self):
         if self.parameters.sharded and self.full is None:
@@ -76,7 +76,7 @@ class WatchedUnit(Unit):
 
 
 class WatchedLayer(Layer):
-    """A layer that says when it computes."""
+    """A layer that reports when it computes."""
 
     def __init__(self, layer, ledger):
         self._layer, self._ledger = layer, ledger
@@ -96,7 +96,7 @@ class WatchedLayer(Layer):
 
 
 class WatchedZeRO(ZeRO):
-    """The engine, with `make_ledger` a Watch."""
+    """The engine, reporting to `make_ledger`, a Watch."""
 
     make_ledger = Watch
     make_unit = WatchedUnit
@@ -110,7 +110,7 @@ class WatchedZeRO(ZeRO):
 
 
 def watched(engine, ledger):
-    """The engine class, a ZeRO or one with other parts, as it looks to those who watch: `ledger()` makes its Watch."""
+    """The watched form of an engine class (ZeRO or your own); `ledger()` makes its Watch."""
 
     class Watched(joined(WatchedZeRO, engine)):
         make_ledger = staticmethod(ledger)
@@ -119,7 +119,7 @@ def watched(engine, ledger):
 
 
 def joined(kind, engine):
-    """A `kind` of WatchedZeRO (or ZeRO itself) with the parts of an engine class of one's own."""
+    """A `kind` of WatchedZeRO (or ZeRO) with the parts of your own engine class."""
     if ZeRO in (kind, engine):
         return engine if kind is ZeRO else kind
 
@@ -133,7 +133,7 @@ def joined(kind, engine):
 
 
 def _both(outer, own, plain):
-    """A class of what two classes add to a `plain` one. `own` may be a partial of its class."""
+    """A class with what two classes add to a `plain` one. `own` may be a partial of its class."""
     if plain in (outer, own):
         return own if outer is plain else outer
     if isinstance(own, partial):
@@ -147,21 +147,21 @@ def _both(outer, own, plain):
 
 @dataclass(frozen=True)
 class Moment:
-    """What is alive at one point of a step, in bytes."""
+    """Live bytes at one point of a step."""
 
     verb: str
     name: str
     tracked: dict  # kind of memory -> bytes
-    activations: int  # what is alive between two verbs and is in no other book: saved tensors, and what the next layer reads
+    activations: int  # live between two verbs and not tracked: saved tensors, the next input
     total: int  # highest, until the next Moment
 
     @property
     def temporaries(self):
-        """What the verb needs while it works."""
+        """What the verb needs while it runs."""
         return self.total - self.activations - sum(self.tracked.values())
 
     def by_kind(self):
-        """{"parameters", "gradients", "optimizer", "full", "work", "activations", "temporaries", "total"}."""
+        """Bytes by kind: owned state, full, work, activations, temporaries and total."""
         owned = {kind: self.tracked.get(kind, 0) for kind in OWNED}
         work = sum(self.tracked.get(kind, 0) for kind in WORK)
         rest = {
@@ -173,10 +173,10 @@ class Moment:
 
 
 class Memory(Watch):
-    """A ledger that also looks at all array memory, whoever made it, at every verb and every array it books.
+    """A ledger that also samples all array memory, at every verb and every array it books.
 
-    `read()` gives (bytes of arrays alive, highest since the last read). What was alive before the step and is in no book
-    (the inputs) does not count.
+    `read()` returns (bytes of live arrays, highest since the last read). Untracked arrays from
+    before the step (the inputs) do not count.
     """
 
     def __init__(self, read):
@@ -184,7 +184,7 @@ class Memory(Watch):
         self.moments = []  # of the last step
         self._read = read
         self._before = self._activations = 0
-        self._open = None  # (place, tracked, activations) since the last look
+        self._open = None  # (place, tracked, activations) since the last sample
 
     def begin_step(self):
         super().begin_step()
@@ -204,7 +204,7 @@ class Memory(Watch):
         return array
 
     def _look(self, between=False):
-        """Close the moment that began with the last look, and open the next one."""
+        """Close the moment since the last sample, and open the next one."""
         now, highest = self._read()
         if self._open is not None:
             self.moments.append(Moment(*self._open, highest - self._before))
@@ -214,9 +214,9 @@ class Memory(Watch):
         self._open = (*self.place, tracked, self._activations)
 
     def highest(self):
-        """The Moment of the step in which most is alive; of several, the last: a new array is in the books only then."""
+        """The step's Moment with the most bytes; of equal ones the last, with all its arrays."""
         return max(reversed(self.moments), key=lambda moment: moment.total)
 
     def highest_activations(self):
-        """The most bytes that lay between two verbs."""
+        """The most bytes alive between two verbs."""
         return max(moment.activations for moment in self.moments)
