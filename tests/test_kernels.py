@@ -19,7 +19,7 @@ from models.twins import on_gpu
 from zmpi.numbers.optim import AdamW, Slice, sums_of_squares
 from zmpi.numbers.sums import add_in_order
 
-SOURCES = (ROOT / "models" / "kernels.cu", ROOT / "zmpi" / "kernels.cu")
+SOURCES = [ROOT / path / "kernels.cu" for path in ("models", "zmpi/numbers")]
 TOLERANCE = {np.float64: 1e-12, np.float32: 2e-5, np.float16: 2e-3, ml_dtypes.bfloat16: 1.6e-2}
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ on this machine")
