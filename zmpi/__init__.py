@@ -1,8 +1,7 @@
-"""zmpi: ZeRO on MPI. Training state is kept apart, one shard per rank; a layer is put together only
-while it is computed.
+"""zmpi: ZeRO on MPI. Each rank keeps one shard of the training state; a layer is whole only in use.
 
-Importing it sets up BLAS, MPI and malloc (process/prepare.py says what and why), before NumPy is
-loaded. Names are loaded on first use: what needs no MPI (zmpi.plan, zmpi.export) runs without it.
+Importing it sets up BLAS, MPI and malloc (see process/prepare.py), before NumPy is loaded. Names are
+loaded on first use, so that zmpi.plan and zmpi.export run without MPI.
 """
 
 import importlib
@@ -36,7 +35,7 @@ def __getattr__(name):
 
 
 def _check_models():
-    """The package `models` must be this project's: a user's folder of that name may come first on the path."""
+    """Raise an error if `models` is another package: a user's folder may come first on the path."""
     ours = Path(__file__).resolve().parent.parent / "models" / "__init__.py"
     spec = importlib.util.find_spec("models")
     found = spec.origin if spec else None

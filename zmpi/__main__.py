@@ -13,7 +13,7 @@ COMMANDS = ("train", "verify", "bench", "plan", "generate", "export", "compare",
 
 
 def listed():
-    """A line for each command: how to run it, and what it does, from its own docstring."""
+    """A line per command, from its docstring: how to run it, and what it does."""
     rows = []
     for name in COMMANDS:
         source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
@@ -23,7 +23,7 @@ def listed():
 
 
 def main(argv=None):
-    """Print the list; a command's name alone is answered with how to run it."""
+    """Print the list; for a command's name, print how to run it."""
     with alone("zmpi"):
         flags = Parser("zmpi", __doc__)
         flags.add_argument("command", nargs="?", help=argparse.SUPPRESS)

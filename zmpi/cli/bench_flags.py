@@ -11,7 +11,7 @@ def add_bench_flags(flags):
     _what(flags.add_argument_group("what is run"))
     run = flags.add_argument_group("how it is run")
     add_shared(run, *STEP_FLAGS, *WORLD_FLAGS)
-    _outputs(flags.add_argument_group("what comes out").add_argument)
+    _outputs(flags.add_argument_group("output").add_argument)
 
 
 def _what(group):
@@ -25,7 +25,7 @@ def _what(group):
     add(
         "--sweep",
         choices=("ranks", "batch", "width"),
-        help="repeat it over one axis (default: no sweep)",
+        help="repeat along one axis (default: no sweep)",
     )
 
 
@@ -33,12 +33,12 @@ def _outputs(add):
     add(
         "--flops",
         type=real(0, above=True),
-        help="FLOPs per second that a rank could reach, for utilisation (default: none)",
+        help="peak FLOPs per second of a rank, for utilisation (default: none)",
     )
     add("--json", type=file_name, metavar="FILE", help="all figures (default: none)")
     add(
         "--report",
         type=file_name,
         metavar="DIR",
-        help="pictures, and one HTML page with them and the tables (default: none)",
+        help="folder for pictures, and an HTML page with them and the tables (default: none)",
     )

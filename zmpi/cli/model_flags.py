@@ -1,4 +1,4 @@
-"""The model of a command line."""
+"""Builds the model from the command line."""
 
 import os
 from math import prod
@@ -16,13 +16,13 @@ from zmpi.process.table import in_bytes
 
 MODEL_KINDS = ("transformer", "mlp")
 DEFAULT_SIZES = {"layers": 2, "width": 128, "heads": 4, "context": 64, "vocab": 256}
-# what a model's data needs to know; one that has none gets the flags'
+# sizes that the data depends on; a model without them gets the flags'
 DATA_SIZES = ("context", "vocab")
 LAYER = ("name", "unit", "backward_needs_weights", "shapes", "init", "forward", "backward")
 
 
 def add_model_flags(group, own=True):
-    """Add the flags that choose the model; `own`: it may be a class of one's own."""
+    """Add the flags that choose the model; `own`: allow FILE:CLASS."""
     add = group.add_argument
     names = (
         {"type": own_or(*MODEL_KINDS), "metavar": "|".join([*MODEL_KINDS, "FILE:CLASS"])}
@@ -34,13 +34,13 @@ def add_model_flags(group, own=True):
         "--model",
         **names,
         default="transformer",
-        help=f"{kinds}, or FILE:CLASS, your own" if own else kinds,
+        help=f"{kinds}, or your own FILE:CLASS" if own else kinds,
     )
     sizes = {
         "layers": "transformer blocks, or hidden layers",
         "width": "channels",
         "heads": "attention heads (default: 4; transformer only)",
-        "context": "tokens that a prediction sees at most",
+        "context": "maximum tokens that a prediction sees",
         "vocab": "number of different tokens",
     }
     for name, what in sizes.items():
@@ -49,7 +49,7 @@ def add_model_flags(group, own=True):
 
 
 def build_model(args, **changed):
-    """The model of the flags, some of them `changed`. Raises ValueError, which names the flag, for what does not fit."""
+    """The model of the flags, with some `changed`; ValueError, naming the flag, if they conflict."""
     get = {**vars(args), **changed}.get
     if isinstance(get("model"), FileClass):
         sizes = {name: get(name) for name in DEFAULT_SIZES}
@@ -68,9 +68,9 @@ def build_model(args, **changed):
 
 
 def own_model(place, *tried):
-    """A model of a class of one's own, of the first of some {name: size} that it takes: of these, what it has parameters for.
+    """Your own model, with the first of several {name: size} that it accepts.
 
-    Raises the last one's ValueError where it takes none.
+    It gets the sizes that are its parameters. Raises the last ValueError if it accepts none.
     """
     found = load_class("--model", place)
     for sizes in tried:
@@ -83,7 +83,7 @@ def own_model(place, *tried):
 
 
 def _own_model(place, sizes, window):
-    """A model of a class of one's own, called with the sizes that are not None; without a `window` of its own it gets one."""
+    """Your own model, called with the sizes that are not None; `window`: its default data sizes."""
     model = call("--model", place, load_class("--model", place), sizes, DEFAULT_SIZES)
     layers, loss = getattr(model, "layers", None), getattr(model, "loss", None)
     if not isinstance(layers, (list, tuple)) or not layers or not callable(loss):
@@ -106,7 +106,7 @@ def _own_model(place, sizes, window):
 
 
 def refuse_beyond_memory(args, model, world, stage):
-    """Raise ValueError, before a byte is taken, for what this machine cannot hold: Linux ends such processes much later."""
+    """Raise ValueError, before allocating, if memory is too small: Linux would kill the run later."""
     if world.device.name != "cpu":
         return
     ranks, (there, bound) = ranks_on_this_node(os.environ), node_memory()
@@ -117,12 +117,12 @@ def refuse_beyond_memory(args, model, world, stage):
     tokens = args.micro_batch * (model.context + 1)
     needed = {
         f"--width: the state of {parameters:,} parameters": sum(state.values()),
-        f"--micro-batch: a layer's input, {args.micro_batch} sequences,": 4
-        * tokens
-        * getattr(model, "width", 1),
-        f"--accumulate: the tokens of {args.accumulate} x {args.micro_batch} sequences": 8
-        * tokens
-        * args.accumulate,
+        f"--micro-batch: a layer's input, {args.micro_batch} sequences,": (
+            4 * tokens * getattr(model, "width", 1)
+        ),
+        f"--accumulate: the tokens of {args.accumulate} x {args.micro_batch} sequences": (
+            8 * tokens * args.accumulate
+        ),
     }
     for what, nbytes in needed.items():
         if ranks * nbytes > there:

@@ -1,4 +1,4 @@
-"""The optimizer of a command line."""
+"""Builds the optimizer from the command line."""
 
 from dataclasses import fields
 
@@ -23,12 +23,12 @@ def add_optimizer_flags(group):
     add_shared(group, "--optimizer")
     _course_flags(add)
     numbers = {
-        "clip": "bound of the gradient's global norm (0: off)",
+        "clip": "maximum global norm of the gradient (0: off)",
         "weight_decay": "decoupled, on matrices only (default: 0.1; sgd: 0)",
         "beta1": "decay of the first moment (default: 0.9; not for sgd)",
         "beta2": "decay of the second moment (default: 0.95; not for sgd)",
         "eps": "added to the root of the second moment (default: 1e-8; not for sgd)",
-        "momentum": "share of the last step's direction (default: 0; not for adamw)",
+        "momentum": "decay of the velocity (default: 0; not for adamw)",
     }
     for name, what in numbers.items():
         flag, default = f"--{name.replace('_', '-')}", COMMAND_DEFAULTS.get(name)
@@ -36,7 +36,7 @@ def add_optimizer_flags(group):
 
 
 def _course_flags(add):
-    """Those of the learning rate."""
+    """Add the flags of the learning rate."""
     course = {
         "lr": (
             real(0, above=True, highest=DOMAINS["lr"].highest),
@@ -50,17 +50,17 @@ def _course_flags(add):
         "--schedule",
         choices=("cosine", "constant"),
         default=COMMAND_DEFAULTS["schedule"],
-        help="course of the learning rate after that",
+        help="learning rate after the warm-up",
     )
     add(
         "--decay-steps",
         type=whole(1),
-        help="step at which cosine reaches a tenth of --lr (default: --steps)",
+        help="step at which cosine reaches --lr/10 (default: --steps)",
     )
 
 
 def build_optimizer(args):
-    """The optimizer of the flags. Raises ValueError for a flag that it does not have."""
+    """The optimizer of the flags; ValueError for a flag that does not apply to it."""
     given = {name: getattr(args, name) for name in HYPERPARAMETERS}
     if isinstance(args.optimizer, FileClass):
         found = _own_class(args.optimizer)
@@ -81,7 +81,7 @@ def build_optimizer(args):
 
 
 def own_optimizer(place, given, defaults):
-    """The optimizer of a class of one's own; `given` and `defaults` as in own.call."""
+    """Your own optimizer; `given` and `defaults` as in own.call."""
     return call("--optimizer", place, _own_class(place), given, defaults)
 
 
@@ -90,6 +90,6 @@ def _own_class(place):
 
 
 def _decay_steps(args, warmup):
-    """Where the cosine ends: after --steps, unless it is said; never before the warm-up does."""
+    """The cosine's last step: --decay-steps, or --steps; always after the warm-up."""
     warmup = warmup if args.warmup is None else args.warmup
     return max(args.decay_steps or args.steps, warmup + 1)

@@ -1,4 +1,4 @@
-"""Command lines that keep the contract: one line of error, no abbreviations, a default and a unit in every help text."""
+"""Command lines with one-line errors, no abbreviations, and a default in every flag's help."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ from zmpi.process.streams import check_printed, forgiving_output
 
 
 class Told(Exception):
-    """What --help or --version prints. Every rank is asked, one is to answer."""
+    """The text of --help or --version, for one rank to print."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,12 +28,12 @@ class Parser(argparse.ArgumentParser):
             "--version",
             action="version",
             version=f"zmpi {__version__}",
-            help="print the version and end",
+            help="print the version and exit",
         )
         self._said, self._words = "", []
 
     def given(self, argv=None):
-        """{name: value} of the flags that a command line sets, without those left at their defaults. Spends the parser."""
+        """{name: value} of the flags given on a command line. The parser cannot be used again."""
         for action in self._actions:
             action.default = argparse.SUPPRESS
         return vars(self.parse_args(argv))
@@ -53,11 +53,11 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _advice(self, flag):
-        """How to write a value that begins with "-", where a flag was followed by one; argparse takes it for a flag."""
+        """How to write a value that starts with "-", which argparse takes for a flag."""
         for word, value in zip(self._words, self._words[1:], strict=False):
             flags = ("--", *self._option_string_actions)
             if word == flag and value.startswith("-") and value.partition("=")[0] not in flags:
-                return f"; a value that begins with - is written {shlex.quote(f'{flag}={value}')}"
+                return f"; write a value that starts with - as {shlex.quote(f'{flag}={value}')}"
         return ""
 
     def _print_message(self, message, file=None):
@@ -68,11 +68,11 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a default for every flag that has one; switches are off by default and say so."""
+    """Shows every flag's default; switches are off by default and say so."""
 
     def _get_help_string(self, action):
         if action.required:
-            return f"{action.help} (needed)"
+            return f"{action.help} (required)"
         if action.default is argparse.SUPPRESS or "default:" in (action.help or ""):
             return action.help
         if action.default is None:
@@ -83,7 +83,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def whole(lowest, below=SIZE_BOUND):
-    """An argparse type: a whole number of at least `lowest`, and below a bound."""
+    """An argparse type: a whole number from `lowest`, below a bound."""
     return number(Domain(lowest, below=below, whole=True))
 
 
@@ -105,11 +105,11 @@ def number(domain):
 
 
 class FileName(str):
-    """A path. Ranks may be given different ones, where each node has its own."""
+    """A path. It may differ between ranks, as nodes may have their own."""
 
 
 def file_name(text):
-    """An argparse type: a FileName. That of a variable which the shell does not know is empty, and an error."""
+    """An argparse type: a FileName; an empty one (an unset shell variable, say) is an error."""
     if not text:
         raise argparse.ArgumentTypeError("expected a path, got ''")
     return FileName(text)
@@ -122,9 +122,9 @@ def auto_or(domain):
 
 
 def check_files(outputs, others):
-    """Raise ValueError where a file of {flag: path} has no folder, or is what another flag specifies too.
+    """Raise ValueError if a file of {flag: path} has no folder, or is another flag's too.
 
-    Nothing is opened. `others` are the paths of flags that are read, or that are folders; None: not given.
+    Opens nothing. `others`: paths that are read, or are folders. None: not given.
     """
     flags = {}
     for flag, path in {**others, **outputs}.items():
@@ -132,8 +132,8 @@ def check_files(outputs, others):
             os.path.isfile(path) or os.path.isdir(path) or not os.path.exists(path)
         ):
             other = flags.setdefault(os.path.realpath(path), flag)
-            if other != flag and flag in outputs:  # two that are read may be one, of two classes
-                raise ValueError(f"{flag}: {path} is what {other} names")
+            if other != flag and flag in outputs:  # one file may be read for two flags
+                raise ValueError(f"{flag}: {path} is also the file of {other}")
     for flag, path in outputs.items():
         if path is not None:
             _check_folder(flag, path)
@@ -148,7 +148,7 @@ def _check_folder(flag, path):
 
 @contextmanager
 def named_as_flags():
-    """A ValueError of the library, 'heads: ...', becomes the command's, '--heads: ...'."""
+    """Turn a ValueError of the library, 'heads: ...', into the command's, '--heads: ...'."""
     try:
         yield
     except ValueError as error:
@@ -158,9 +158,9 @@ def named_as_flags():
 
 @contextmanager
 def alone(command):
-    """For a command that runs where no MPI is: prints what --help tells, or one line of error, and ends with its status.
+    """Run a command that needs no MPI: print --help's text, or an error line, and set the status.
 
-    Of the processes of a launcher one runs it; the others end.
+    Under a launcher, one process runs it; the others exit.
     """
     if launched_rank(os.environ):
         raise SystemExit(0)

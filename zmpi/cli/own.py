@@ -1,4 +1,4 @@
-"""A class of your own, from a file of your own: the FILE:CLASS of --comm, --model and --optimizer."""
+"""Your own classes, from your own files: the FILE:CLASS of --comm, --model and --optimizer."""
 
 import argparse
 import hashlib
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class FileClass(str):
-    """FILE:CLASS. Its file may lie elsewhere on each rank, with the same text in it."""
+    """FILE:CLASS. Each rank may have the file in another place, with the same content."""
 
     @property
     def file(self):
@@ -21,7 +21,7 @@ class FileClass(str):
         return self.rpartition(":")[2]
 
     def identity(self):
-        """What all ranks need to have in common: the class's name and the file's checksum (none: it cannot be read)."""
+        """What must agree between ranks: the class's name and the file's checksum (None: no file)."""
         try:
             digest = hashlib.sha256(self.file.read_bytes()).hexdigest()[:12]
         except OSError:
@@ -45,22 +45,21 @@ def own_or(*names):
 
 
 def leave_defaults(args, flag, names, given):
-    """Where `flag` is a FileClass: of the flags `names`, those that were not `given` become None. The class has defaults too."""
+    """If `flag` is a FileClass, set those of `names` not `given` to None: the class has defaults."""
     if isinstance(getattr(args, flag), FileClass):
         for name in set(names) - set(given):
             setattr(args, name, None)
 
 
 def load_class(flag, place, kinds=(object,), what="class"):
-    """The class of a FileClass, a subclass of one of `kinds`. Raises ValueError, which names the flag, where there is none.
+    """The class of a FileClass, a subclass of one of `kinds`; ValueError, naming the flag, if not.
 
-    The file is imported once, however many flags name it.
+    The file is imported once, even for several flags.
     """
     place = FileClass(place)
     if not place.file.is_file() or not place.name:
-        raise ValueError(
-            f"{flag}: expected FILE:CLASS, got {place} ({place.rpartition(':')[0] or 'FILE'} is not a file)"
-        )
+        file = place.rpartition(":")[0] or "FILE"
+        raise ValueError(f"{flag}: expected FILE:CLASS, got {place} ({file} is not a file)")
     module = _imported(flag, place.file)
     found = getattr(module, place.name, None)
     if not isinstance(found, type):
@@ -77,7 +76,7 @@ def _imported(flag, file):
     spec = spec_from_file_location(name, file)
     if spec is None:
         raise ValueError(f"{flag}: {file} is not a Python file")
-    module = sys.modules[name] = module_from_spec(spec)  # where dataclasses look for it
+    module = sys.modules[name] = module_from_spec(spec)  # dataclasses look it up there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -87,10 +86,10 @@ def _imported(flag, file):
 
 
 def call(flag, place, found, given, defaults):
-    """found(**given), where `given` holds the flags that were given, by name (others are None).
+    """found(**given), with the flags that were given, by name (None: not given).
 
-    A parameter that has no default of its own takes the flag's, from `defaults`. Raises ValueError in one line for what
-    the class does not accept.
+    A parameter without a default gets the flag's, from `defaults`. Raises a one-line ValueError for
+    what the class does not accept.
     """
     parameters = inspect.signature(found).parameters.values()
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -114,13 +113,13 @@ def call(flag, place, found, given, defaults):
 
 
 def accepts(found, name):
-    """Whether a class can be called with the parameter."""
+    """Whether a class accepts the parameter."""
     parameters = inspect.signature(found).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _told(error):
-    """An exception in words, with the line that raised it."""
+    """An exception as text, with the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     frames = [f for f in frames if f.filename != __file__ and "<frozen" not in f.filename]
     where = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""

@@ -1,29 +1,29 @@
-"""Whether a run's steps train anything: in float16 a step whose gradients overflow is skipped, and nothing is updated."""
+"""Detects runs that train nothing: float16 skips a step, without an update, if gradients overflow."""
 
 from collections import deque
 
 from zmpi.process.errors import Agreed
 
 RECENT = 50  # steps, the last ones
-MANY = RECENT // 5  # skipped steps among them that are worth a warning
+MANY = RECENT // 5  # skipped steps among them that cause a warning
 GIVE_UP = 100  # steps skipped in a row
 
 
 class NothingTrained(Agreed):
-    """The steps of a run updated nothing; all ranks raise it together."""
+    """A run's steps updated nothing; raised on all ranks."""
 
 
 class Progress:
-    """Counts the steps that this process takes with an engine. The counts are the same on all ranks."""
+    """Counts the engine's steps in this process. The counts are the same on all ranks."""
 
     def __init__(self, zero):
         self._zero = zero
-        self._recent = deque(maxlen=RECENT)  # of the last steps, whether each was skipped
+        self._recent = deque(maxlen=RECENT)  # whether each of the last steps was skipped
         self._steps = self._in_a_row = 0
         self._skipped_all, self._learned, self._warned = True, False, False
 
     def step(self):
-        """Count the engine's last step. Returns a warning, or None; raises NothingTrained after GIVE_UP skipped in a row."""
+        """Count the last step; returns a warning or None. NothingTrained after GIVE_UP skips in a row."""
         last = self._zero.last
         self._steps += 1
         self._recent.append(last.skipped)
@@ -44,7 +44,7 @@ class Progress:
         return None
 
     def fault(self):
-        """At the end of a run: why its steps trained nothing, or None. A dynamic loss scale may skip a resumed run's few."""
+        """At the end: why nothing was trained, or None. A resumed run's few steps may all be skipped."""
         if self._learned:
             return None
         if not self._skipped_all:
@@ -56,9 +56,9 @@ class Progress:
     def _overflow(self):
         scale, fixed = self._zero.scaler.scale, self._zero.scaler.window is None
         advice = (
-            "lower --loss-scale, or let it be auto"
+            "lower --loss-scale, or use auto"
             if fixed
-            else "it is still being lowered; take more --steps, or --precision bfloat16"
+            else "it is still falling; use more --steps, or --precision bfloat16"
         )
         kind = self._zero.policy.precision
         return f"gradients overflow {kind} at a loss scale of {scale:.10g} ({advice})"

@@ -1,4 +1,4 @@
-"""The flags that several commands share, each declared once."""
+"""Flags shared by several commands, each declared once."""
 
 from zmpi.cli.options import file_name, real, whole
 from zmpi.cli.own import own_or
@@ -13,7 +13,7 @@ SHARED_FLAGS = {
         "type": file_name,
         "metavar": "DIR",
         "required": True,
-        "help": "folder of checkpoints (takes the newest), or one",
+        "help": "folder of checkpoints (uses the newest), or one checkpoint",
     },
     "--data": {
         "type": file_name,
@@ -31,7 +31,7 @@ SHARED_FLAGS = {
         "type": own_or(*OPTIMIZERS),
         "metavar": "|".join([*OPTIMIZERS, "FILE:CLASS"]),
         "default": "adamw",
-        "help": "adamw or sgd, or FILE:CLASS, your own",
+        "help": "adamw, sgd, or your own FILE:CLASS",
     },
     "--precision": {
         "choices": [name for name in RECIPES if name != "float64"],
@@ -41,12 +41,12 @@ SHARED_FLAGS = {
     "--reduction": {
         "choices": ("auto", "mpi", "ordered"),
         "default": "auto",
-        "help": "who sums gradients: MPI, or the owner",
+        "help": "what sums gradients: MPI, or their owner in rank order",
     },
     "--comm": {
         "type": own_or("zmpi"),
         "metavar": "FILE:CLASS",
-        "help": "a Communicator or ZeRO of your own (default: zmpi, its own)",
+        "help": "your own Communicator or ZeRO (default: zmpi's)",
     },
     "--prefetch": {
         "type": int,
@@ -56,7 +56,7 @@ SHARED_FLAGS = {
     },
     "--recompute": {
         "action": "store_true",
-        "help": "keep layer inputs only, and run each forward again",
+        "help": "save only layers' inputs, and repeat each forward in the backward",
     },
     "--device": {
         "choices": ("auto", "cpu", "cuda"),
@@ -75,12 +75,12 @@ SHARED_FLAGS = {
     },
 }
 
-STEP_FLAGS = ("--reduction", "--comm", "--prefetch", "--recompute")  # how a step is carried out
-WORLD_FLAGS = ("--device", "--transport", "--timeout")  # what a World is made of
+STEP_FLAGS = ("--reduction", "--comm", "--prefetch", "--recompute")  # how a step runs
+WORLD_FLAGS = ("--device", "--transport", "--timeout")  # the arguments of a World
 
 
 def add_shared(group, *flags, what=None, **defaults):
-    """Add flags of the table. `what` is a command's own help text, `defaults` are its own, by name."""
+    """Add flags of the table. `what`: the command's own help text; `defaults`: its own, by name."""
     for flag in flags:
         settings, name = SHARED_FLAGS[flag], flag.removeprefix("--").replace("-", "_")
         own = {"help": what} if what else {}

@@ -1,4 +1,4 @@
-"""How a command that runs on all ranks begins: one command line, parsed by every rank and answered by one."""
+"""How a command on all ranks starts: every rank parses the command line, one prints."""
 
 from zmpi.cli.options import FileName, Told
 from zmpi.cli.own import FileClass, load_class
@@ -10,14 +10,14 @@ from zmpi.process.errors import UsageError, one_line
 from zmpi.process.launch import end_before_mpi
 from zmpi.process.streams import check_printed, forgiving_output
 
-WORLD = ("device", "transport", "reduction", "timeout")  # the flags that a World is made of
+WORLD = ("device", "transport", "reduction", "timeout")  # the flags passed to World
 
 LOADING = "mpi4py cannot load an MPI library"
 REMEDY = "load your site's MPI, or install one into this environment (pip install mpich)"
 
 
 def start_command(parser, argv):
-    """(arguments, world) of the command. --help and --version are printed once and end it, and so does a wrong flag."""
+    """(arguments, world) of the command. --help, --version and errors are printed once and end it."""
     forgiving_output()
     _load_mpi(parser.prog)
     fault = told = None
@@ -29,7 +29,7 @@ def start_command(parser, argv):
         fault = error
     except Told as text:
         told = text
-    world = World(**settings)  # arms the process: rank 0 prints an error, all end with it
+    world = World(**settings)  # arms the guard: rank 0 prints an error, and all ranks end
     with world.agreed():
         if fault:
             raise ValueError(str(fault))
@@ -46,32 +46,32 @@ def start_command(parser, argv):
 
 
 def refuse_different_texts(world, text):
-    """Raise UsageError on all ranks where one reads another text than rank 0, or a copy that was cut short. Collective."""
+    """Raise UsageError on all ranks if one has another text than rank 0. Collective."""
     with world.agreed():
         fingerprint = text.fingerprint
     same_on_all_ranks(world, {f"--data: {name}": value for name, value in fingerprint.items()})
 
 
 def _common(value):
-    """What ranks need to have in common of a flag's value. Files may lie elsewhere on each node."""
+    """The part of a flag's value that must agree between ranks. Paths may differ between nodes."""
     if isinstance(value, FileClass):
         return value.identity()
     return "a path" if isinstance(value, FileName) else str(value)
 
 
 def _load_mpi(command):
-    """Without MPI there is nobody to agree with: one process speaks."""
+    """Load MPI; on failure one process prints the error."""
     try:
-        MPI.COMM_WORLD  # noqa: B018  (its first use loads it)
+        MPI.COMM_WORLD  # noqa: B018  (the first use loads it)
     except (ImportError, RuntimeError) as error:
         fault = one_line(str(error).strip().partition("\n")[0])
         end_before_mpi(f"{command}: error: {LOADING}: {fault}; {REMEDY}")
 
 
 def engine_of(place):
-    """The engine class that `--comm FILE:CLASS` names; ZeRO itself for None, or "zmpi".
+    """The engine class of `--comm FILE:CLASS`; ZeRO itself for None or "zmpi".
 
-    CLASS is a Communicator of the user's own, or a ZeRO with other parts. Raises ValueError where it is neither.
+    CLASS is the user's own Communicator, or a ZeRO with other parts; ValueError if neither.
     """
     if place in (None, "zmpi"):
         return ZeRO
