@@ -86,7 +86,7 @@ FLAGS = {  # arguments (words, or a tuple where they are not divided by spaces) 
     "--colour": "--colour: no such flag",
     "--comm nowhere.py:Class": "--comm:",
     ("--comm", ""): "--comm: expected one of zmpi, FILE:CLASS; got ''",
-    "--lr -1e-3": "--lr: expected one argument; a value that begins with - is written --lr=-1e-3",
+    "--lr -1e-3": "--lr: expected one argument; write a value that starts with - as --lr=-1e-3",
     f"--seed {1 << 64}": "--seed: expected a whole number of at least 0 and below 18446744073709551616",
     f"--seed {10**400}": "--seed:",
     "--width 2147483648": "--width: expected a whole number of at least 1 and below 2147483648",
@@ -94,7 +94,7 @@ FLAGS = {  # arguments (words, or a tuple where they are not divided by spaces) 
     "--micro-batch 2147483647 --context 512": "--micro-batch: a layer's input, 2147483647 sequences, would take",
     "--accumulate 2147483647 --micro-batch 9999": "--accumulate: the tokens of 2147483647 x 9999 sequences would take",
     "--loss-scale-window 7": "--loss-scale-window: applies to --precision float16 only",
-    "--schedule constant --decay-steps 5": "--decay-steps: --schedule constant has none",
+    "--schedule constant --decay-steps 5": "--decay-steps: does not apply to --schedule constant",
     "--trace /proc/x.json": "--trace: /proc/x.json: ",
     "--log /proc/x": "--log: /proc/x: ",
     (" ",): "' ': no such flag",
@@ -116,12 +116,12 @@ def files(folder):
     (folder / "long.py").write_text("raise RuntimeError('one\\ntwo')")
     data = f"--data {folder}/text.json"
     return {
-        f"{data} --log {folder}/text.json": "text.json is what --data names",
+        f"{data} --log {folder}/text.json": "text.json is also the file of --data",
         f"{data} --log {folder}/link.json": "--log: ",
-        f"{data} --trace {folder}/link.json": "link.json is what --data names",
+        f"{data} --trace {folder}/link.json": "link.json is also the file of --data",
         f"--log {folder}/new.json --trace {folder}/new.json": "--trace: ",
         f"--log {folder}/new --checkpoint {folder}/new": "--log: ",
-        f"--log {folder}/exits.py --comm {folder}/exits.py:X": "exits.py is what --comm names",
+        f"--log {folder}/exits.py --comm {folder}/exits.py:X": "exits.py is also the file of --comm",
         f"--comm {folder}/exits.py:X": "exits.py cannot be imported: SystemExit: 3",
         f"--comm {folder}/long.py:X": "long.py cannot be imported: RuntimeError: one two",
         f"--data {folder}/missing": f"{folder}/missing",

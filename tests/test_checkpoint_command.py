@@ -139,7 +139,7 @@ def test_a_checkpoint_names_no_code_to_run(tmp_path):
     first = train(2, *MODEL, "--steps", "1", *flags, "--comm", f"{tmp_path}/mine.py:Mine")
     assert first.status == 0 and ran.exists(), first.output
     ran.unlink()
-    told = "--comm: the run used a class of yours, Mine;", "give --comm FILE:Mine again"
+    told = "--comm: the run used your class Mine,", "give --comm FILE:Mine again"
     assert b"mine.py" not in (newest(tmp_path / "dir") / "manifest.json").read_bytes()
     refused(train(2, "--resume", "--steps", "2", *flags), *told)
     place = f"{tmp_path}/mine.py:Mine"
@@ -220,9 +220,9 @@ CONTRADICTIONS = {
     "--micro-batch 3": "3 x 1 x 2 is not the checkpoint's 4 sequences; --micro-batch 2 would",
     "--micro-batch 3 --accumulate 2": "4 sequences; --micro-batch 2 --accumulate 1 would fit",
     "--accumulate 3": "4 sequences; --accumulate 2 would fit",
-    "--steps 3": "--steps: 3 in total, but 4 are done",
+    "--steps 3": "--steps: expected at least the 4 steps already done, got 3",
     "--init-from /tmp": "--init-from:",
-    "--data {self}": "is another text than the checkpoint's: tokens",
+    "--data {self}": "is not the checkpoint's text: tokens",
     "--data /nowhere": "/nowhere",
 }
 
@@ -468,7 +468,7 @@ def test_what_cannot_be_written_is_refused(saved, tmp_path):
     refused(generate(2, saved, "--prompt-ids", "1,x"), "--prompt-ids: expected a whole number")
     refused(
         generate(2, saved, "--prompt-ids", "1", "--tokenizer", "x.json"),
-        "--tokenizer: --prompt-ids are tokens already",
+        "--tokenizer: --prompt-ids are already tokens",
     )
     refused(
         generate(2, saved, "--prompt", "a", "--tokenizer", tmp_path / "none.json"),

@@ -385,7 +385,7 @@ def test_a_resume_with_the_builtin_text_of_another_python_says_what_to_do(tmp_pa
             same_text(new, SimpleNamespace(data="builtin"), manifest)
         same_text(old, SimpleNamespace(data=str(tmp_path / "old.txt")), manifest)
     with pytest.raises(
-        ValueError, match=r"new\.txt is another text than the checkpoint's: crc32 \d+, was \d+$"
+        ValueError, match=r"new\.txt is not the checkpoint's text: crc32 \d+, was \d+$"
     ):
         same_text(new, SimpleNamespace(data="new.txt"), manifest)
 

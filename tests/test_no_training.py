@@ -54,7 +54,7 @@ def test_a_shorter_run_without_a_step_that_trains_is_at_fault():
     assert "the gradient was 0 in all 3 steps" in counted(Engine(), "000")[1]
     assert counted(Engine(), "s0.")[1] is None
     dynamic = Engine(window=2000)
-    assert "it is still being lowered" in counted(dynamic, "sss")[1]
+    assert "it is still falling" in counted(dynamic, "sss")[1]
     dynamic.updates = 7  # resumed: the scale doubled too far, and comes down again
     assert counted(dynamic, "sss")[1] is None
 

@@ -110,7 +110,7 @@ REFUSED = {  # flags, where C is the file of CLASSES -> the line
     "--optimizer L:Lion --momentum 0.9": "--momentum: not accepted by --optimizer L:Lion",
     "--optimizer L:Lion --schedule cosine --warmup 9 --decay-steps 9": "--decay-steps: expected more",
     "--comm L:Lion": "--comm: L: class Lion is not a zmpi Communicator or ZeRO",
-    "--log C --model C:Even": "--log: C is what --model names",
+    "--log C --model C:Even": "--log: C is also the file of --model",
 }
 
 
@@ -144,7 +144,7 @@ def test_one_file_may_hold_two_classes():
     args = parser().parse_args(["--model", "mine.py:Model", "--optimizer", "mine.py:Lion"])
     check_outputs(args)
     args.log = "mine.py"
-    with pytest.raises(ValueError, match=r"--log: mine\.py is what --model names"):
+    with pytest.raises(ValueError, match=r"--log: mine\.py is also the file of --model"):
         check_outputs(args)
 
 

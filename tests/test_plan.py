@@ -249,11 +249,11 @@ BAD = {
     "--layers 2 --ranks 4 --calibrate setup.cfg": "setup.cfg",
     "--layers 2 --ranks 4 --calibrate setup.cfg --flops 1": "--calibrate: gives both speeds",
     "--layers 2 --ranks 4 --calibrate /dev/zero": "--calibrate: expected a file, got /dev/zero",
-    "--layers 2 --ranks 4 --doctor setup.cfg": "--doctor: gives messages alone",
+    "--layers 2 --ranks 4 --doctor setup.cfg": "--doctor: gives only messages",
     "--layers 2 --rank 4": "--rank",
     "--params 1e9 --ranks 4 --width 64": "--width: needs a model",
     "--params 1e9 --ranks 4 --recompute": "--recompute: needs a model",
-    "--paper --json": "--json: cannot be combined with --paper; leave one of them out",
+    "--paper --json": "--json: cannot be combined with --paper; leave one out",
     "--paper --ranks 3": "--ranks: cannot be combined with --paper",
     "--layers 2 --ranks 4 --context 2147483648": "--context: expected a whole number of at least 1 and below 2147483648",
 }

@@ -149,7 +149,7 @@ def test_a_flag_that_is_not_a_runs_is_not_taken_from_a_manifest(checkpoint, name
     entries = Manifest.read(checkpoint).entries
     entries["run"]["flags"][name] = "/tmp/victim.json"
     Manifest(checkpoint, entries).write()
-    with pytest.raises(ValueError, match=rf"{JSON}: --{name.replace('_', '-')} is no flag"):
+    with pytest.raises(ValueError, match=rf"{JSON}: --{name.replace('_', '-')} is not a flag"):
         use(checkpoint)
 
 
@@ -163,7 +163,7 @@ def test_a_class_of_ones_own_is_never_saved_and_never_taken(checkpoint, name):
     manifest = Manifest.read(checkpoint)
     saved = resume.saved_flags(manifest, PARSER)
     assert name not in saved
-    with pytest.raises(ValueError, match=f"--{name}: the run used a class of yours, Evil"):
+    with pytest.raises(ValueError, match=f"--{name}: the run used your class Evil"):
         resume.take_settings(PARSER.parse_args([]), {}, manifest, saved, RANKS)
     args = PARSER.parse_args([])
     setattr(args, name, "/else/where.py:Good")

@@ -1,7 +1,7 @@
 """zmpi: ZeRO on MPI. Each rank keeps one shard of the training state; a layer is whole only in use.
 
-Importing it sets up BLAS, MPI and malloc (see process/prepare.py), before NumPy is loaded. Names are
-loaded on first use, so that zmpi.plan and zmpi.export run without MPI.
+Importing it sets up BLAS, MPI and malloc (see process/prepare.py), before NumPy is loaded. Names
+are loaded on first use, so that zmpi.plan and zmpi.export run without MPI.
 """
 
 import importlib

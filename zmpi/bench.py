@@ -1,4 +1,4 @@
-"""mpirun -n 4 python -m zmpi.bench: benchmarks every stage on this machine, formula next to measurement."""
+"""mpirun -n 4 python -m zmpi.bench: benchmarks every stage here, formula next to measurement."""
 
 import json
 import re
@@ -43,10 +43,10 @@ def parser():
 
 
 def main(argv=None):
-    """Run the command; what is wrong with it ends all ranks with one line."""
+    """Run the command; an error ends all ranks with one line."""
     args, world = start_command(parser(), argv)
     leave_defaults(args, "model", DEFAULT_SIZES, parser().given(argv))
-    with ExitStack() as held:  # the files, given back however this ends
+    with ExitStack() as held:  # closes the files, however this ends
         _run(args, world, held)
 
 
@@ -88,7 +88,7 @@ def _stages(text):
 
 
 def _points(args, world):
-    """What each run of the sweep changes: {} is no change, and the only point without --sweep."""
+    """What each run of the sweep changes; [{}], no change, without --sweep."""
     if args.sweep == "ranks":
         return [
             {"ranks": n}
@@ -103,7 +103,7 @@ def _points(args, world):
 
 
 def _workload(args, world, point):
-    """The Workload of one point. Raises ValueError or OSError for flags that do not fit."""
+    """The Workload of one point; ValueError or OSError for flags that conflict."""
     micro_batch = point.get("micro_batch", args.micro_batch)
     changed = {"width": point["width"]} if "width" in point else {}
 
@@ -122,14 +122,14 @@ def _workload(args, world, point):
 
 
 def _optimizer(args):
-    """The optimizer of the flag, whose hyperparameters change no cost."""
+    """The optimizer of the flag. Its hyperparameters do not affect the cost."""
     if isinstance(args.optimizer, FileClass):
         return own_optimizer(args.optimizer, {}, LR)
     return OPTIMIZERS[args.optimizer](**LR, clip=1.0)
 
 
 def _bench(args, world, stages, point):
-    """All stages at one point of the sweep: the report that --json writes. Ranks that take no part wait."""
+    """All stages at one point of the sweep: the report for --json. Ranks without a part wait."""
     part = _first_ranks(world, point.get("ranks", world.size))
     report = None
     if part is not None:
@@ -165,18 +165,18 @@ def _bench(args, world, stages, point):
         }
     meeting = world.mpi.Ibarrier()
     while not meeting.Test():
-        sleep(0.01)  # MPI itself would wait in a busy loop, on a core that a rank at work needs
+        sleep(0.01)  # MPI would wait in a busy loop, on a core that a working rank needs
     return report
 
 
 def _first_ranks(world, ranks):
-    """A World of the first so many ranks, None on the others."""
+    """A World of the first `ranks` ranks; None on the others."""
     part = world.part(world.mpi.Split(world.rank >= ranks, world.rank))
     return part if world.rank < ranks else None
 
 
 def _open_outputs(args, held):
-    """The Outputs of --json and of the page of --report, or None. Raises ValueError for what cannot be written."""
+    """The Outputs of --json and --report's page, or None; ValueError if one is not writable."""
     data = None if args.data == "builtin" else args.data
     check_files({"--json": args.json}, {"--data": data, "--report": args.report})
     figures = page = None
@@ -200,7 +200,7 @@ def _require_matplotlib():
 
 
 def _write(args, reports, figures, page):
-    """The files that were asked for."""
+    """Write the requested files."""
     if figures:
         plain = [
             {**report, "stages": [_without_lanes(row) for row in report["stages"]]}

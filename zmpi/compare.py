@@ -1,7 +1,7 @@
 """python -m zmpi.compare A.jsonl B.jsonl: compares two runs: settings, losses, weights. No MPI.
 
-Exit status, as diff has it: 0 where the results are equal to the bit, whatever the settings; 1 where
-they differ; 2 where a log, a checkpoint or the command line is at fault.
+Exit status, like diff's: 0 if the results are equal to the bit, whatever the settings; 1 if they
+differ; 2 for an error in a log, a checkpoint or the command line.
 """
 
 import json
@@ -41,21 +41,21 @@ def parser():
         nargs="*",
         type=file_name,
         metavar="LOG",
-        help="two files that zmpi.train --log wrote (none: checkpoints alone)",
+        help="two files written by zmpi.train --log (none: only --checkpoints)",
     )
     flags.add_argument(
         "--checkpoints",
         nargs=2,
         type=file_name,
         metavar=("DIR_A", "DIR_B"),
-        help="two folders of checkpoints (takes the newest of each), or two checkpoints",
+        help="two folders of checkpoints (uses the newest of each), or two checkpoints",
     )
     flags.add_argument("--json", action="store_true", help="print JSON")
     return flags
 
 
 def main(argv=None):
-    """Run the command; what is wrong with it is one line of error, status 2."""
+    """Run the command; an error is one line, status 2."""
     with alone(COMMAND):
         args = parser().parse_args(argv)
         if len(args.logs) not in ((0, 2) if args.checkpoints else (2,)):
@@ -102,13 +102,13 @@ def _compared_logs(a, b):
 
 
 def _span(steps):
-    """Steps, in order, in a few words: {"count", "first", "last"}."""
+    """{"count", "first", "last"} of sorted steps."""
     ends = {"first": steps[0], "last": steps[-1]} if steps else {"first": None, "last": None}
     return {"count": len(steps), **ends}
 
 
 def _compared_numbers(a, b):
-    """One number of each step, {step: value} twice: where it differs, first and most."""
+    """Where two {step: value} differ first, and most."""
     common = sorted(a.keys() & b.keys())
     gaps = [_gap_of({"step": step}, a[step], b[step]) for step in common if a[step] != b[step]]
     largest = max(gaps, key=lambda found: _infinite_if_none(found["relative"]), default=None)
@@ -121,7 +121,7 @@ def _compared_numbers(a, b):
 
 
 def _gap_of(where, a, b, dtype="float64"):
-    """Where two numbers stand, the two, and how far they are apart. None: a number not finite."""
+    """Two numbers, where they are, and their Gap. None: a number that is not finite."""
     apart = gap(*(inf if value is None else value for value in (a, b)), dtype)
     return {**where, "a": a, "b": b, **asdict(apart)}
 
@@ -144,7 +144,7 @@ def _compared_folders(a, b):
 
 
 def _compared_manifests(a, b):
-    """What was saved with the weights, as far as it differs; then the weights and the moments."""
+    """The saved settings that differ, then the weights and moments."""
     one, other = _noted(a), _noted(b)
     names = [*one, *(name for name in other if name not in one)]
     settings = [
@@ -169,7 +169,7 @@ def _compared_manifests(a, b):
 
 
 def _noted(manifest):
-    """{name: value} of what a manifest says of its run; those of an object are `key.inner`."""
+    """{name: value} of a manifest's run; an object's values are named `key.inner`."""
     found = {}
     for name in NOTED_ENTRIES:
         value = manifest[name]
@@ -179,7 +179,7 @@ def _noted(manifest):
 
 
 def _vector(found):
-    """A Compared as the report has it."""
+    """A ComparedVector for the report."""
     counts = {name: getattr(found, name) for name in ("elements", "differ", "parameters")}
     counts["parameters_differ"] = found.parameters_differ
     for which in ("first", "largest"):

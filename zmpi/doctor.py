@@ -1,4 +1,4 @@
-"""mpirun -n 2 python -m zmpi.doctor: checks your MPI: does it work, is it CUDA-aware, how fast are messages?"""
+"""mpirun -n 2 python -m zmpi.doctor: checks your MPI: does it work, is it CUDA-aware, how fast?"""
 
 import os
 import platform
@@ -21,13 +21,8 @@ from zmpi.process.streams import check_printed
 from zmpi.process.table import in_columns
 
 COMMAND = "zmpi.doctor"
-VECTOR_ELEMENTS = (
-    1 << 14,
-    1 << 18,
-    1 << 20,
-    1 << 22,
-)  # float32 elements of the vectors that are sent: 64 KiB to 16 MiB
-TIMED_ROUNDS = 7  # the median of which counts
+VECTOR_ELEMENTS = (1 << 14, 1 << 18, 1 << 20, 1 << 22)  # float32: 64 KiB to 16 MiB
+TIMED_ROUNDS = 7  # of which the median counts
 
 
 def parser():
@@ -38,7 +33,7 @@ def parser():
 
 
 def main(argv=None):
-    """Run the command: the report, and a last line that is the verdict. Status 1 where this MPI is not usable."""
+    """Print the report, with the verdict as its last line. Status 1 if this MPI is not usable."""
     _, world = start_command(parser(), argv)
     ranks = world.share(_own_facts(world), "the doctor's figures")
     rates, wrong = _rates(world)
@@ -47,16 +42,13 @@ def main(argv=None):
     aware = gpus_way == "direct"
     if world.rank == 0:
         standard, threads = world.standard
-        print(
-            f"MPI       {' '.join(world.library.split())}; standard {standard}, thread level {threads}"
-        )
+        library = " ".join(world.library.split())
+        print(f"MPI       {library}; standard {standard}, thread level {threads}")
         print(f"launcher  {launcher(os.environ)}, {world.size} rank{'s' if world.size > 1 else ''}")
-        print(
-            f"CUDA      {'aware' if aware else 'not aware'}; arrays on GPUs would go {gpus_way} ({how})"
-        )
-        print(
-            f"transport {world.transport} ({world.transport_why}), device {world.device.name} {_chosen(world.device)}"
-        )
+        aware_or_not = "aware" if aware else "not aware"
+        print(f"CUDA      {aware_or_not}; arrays on GPUs would go {gpus_way} ({how})")
+        device = f"device {world.device.name} {_chosen(world.device)}"
+        print(f"transport {world.transport} ({world.transport_why}), {device}")
         print(
             in_columns(
                 [
@@ -75,12 +67,12 @@ def main(argv=None):
 
 
 def verdict(world, threads, aware, wrong):
-    """One line: usable or not, and what that means."""
+    """One line: usable or not, and the consequences."""
     if wrong:
         return f"verdict: not usable: {wrong[0]}"
     remarks = []
     if world.size == 1:
-        remarks.append("one rank only, nothing was sent (start it with mpirun -n 2)")
+        remarks.append("only one rank, so nothing was sent (run it with mpirun -n 2)")
     if threads != "multiple":
         remarks.append(
             f"thread level {threads}: a rank that hangs cannot ask the others where they are"
@@ -107,11 +99,11 @@ def _own_facts(world):
 
 
 def _chosen(device):
-    return f"(auto: {device.why})" if device.why else "(asked for)"
+    return f"(auto: {device.why})" if device.why else "(as requested)"
 
 
 def _rates(world):
-    """(table of MB/s that a rank sends, what came out wrong or None): the collectives of training, checked."""
+    """(table of MB/s sent per rank, error or None), of training's collectives, checked."""
     rows, wrong = (
         [("float32 vector", "all-gather", "reduce-scatter, mpi", "reduce-scatter, ordered")],
         None,
@@ -124,7 +116,7 @@ def _rates(world):
 
 
 def _rates_at(world, elements):
-    """(a cell for each collective, what came out wrong or None) of vectors of so many elements."""
+    """(a cell per collective, error or None), for vectors of `elements`."""
     layout, wrong, total = (
         Layout("probe", "", {"x": (elements,)}, world.size),
         None,
@@ -143,19 +135,20 @@ def _rates_at(world, elements):
     if not np.array_equal(
         get(full), np.repeat(np.arange(1, world.size + 1, dtype=np.float32), layout.shard_length)
     ):
-        wrong = f"an all-gather of {elements:,} elements brought wrong numbers to rank {world.rank}"
+        wrong = f"an all-gather of {elements:,} elements was wrong on rank {world.rank}"
     full.fill(world.rank + 1)
     for comm in comms:
         cells.append(
             _rate(world, layout, lambda comm=comm: comm.reduce_scatter(layout, full, out, True))
         )
         if not np.all(get(out) == total):
-            wrong = f"a reduce-scatter ({comm.reduction}) of {elements:,} elements was wrong on rank {world.rank}"
+            what = f"a reduce-scatter ({comm.reduction}) of {elements:,} elements"
+            wrong = f"{what} was wrong on rank {world.rank}"
     return cells, wrong
 
 
 def _rate(world, layout, call):
-    """MB/s of what a rank sends in one call, as text."""
+    """MB/s sent by a rank in one call, as text."""
     call()
     times = []
     for _ in range(TIMED_ROUNDS):

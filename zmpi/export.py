@@ -1,7 +1,8 @@
-"""python -m zmpi.export: a checkpoint's weights for other tools, as a GPT-2 in the published format. Needs no MPI.
+"""python -m zmpi.export: weights of a checkpoint in the published GPT-2 format. Needs no MPI.
 
-The folder loads in transformers: GPT2LMHeadModel.from_pretrained(DIR). Weights are the float32 masters, unpadded, the
-tied embedding once. They pass through one parameter at a time, each block compared with its checksum.
+The folder loads in transformers: GPT2LMHeadModel.from_pretrained(DIR). Weights are the float32
+masters, unpadded, with the tied embedding once. They are copied one parameter at a time, and every
+block is checked against its checksum.
 """
 
 import resource
@@ -16,7 +17,7 @@ from zmpi.saving.manifest import Readers
 from zmpi.saving.schema import SIZES_OF_KIND
 
 COMMAND = "zmpi.export"
-OTHER_FILES = 64  # that a process has open, about
+OTHER_FILES = 64  # roughly how many other files a process has open
 
 
 def parser():
@@ -34,18 +35,14 @@ def parser():
 
 
 def main(argv=None):
-    """Run the command; what is wrong with it is one line of error, status 2."""
+    """Run the command; an error is one line, status 2."""
     with alone(COMMAND):
         args = parser().parse_args(argv)
         began = perf_counter()
         manifest = with_newest(args.checkpoint, lambda folder: _exported(folder, args.to))
-        size, seconds = (
-            (Path(args.to) / pretrained.WEIGHTS).stat().st_size / 1e6,
-            perf_counter() - began,
-        )
-        print(
-            f"exported step {manifest['step']} of {manifest.folder} to {args.to}: {size:,.1f} MB in {seconds:.2f} s"
-        )
+        size = (Path(args.to) / pretrained.WEIGHTS).stat().st_size / 1e6
+        speed = f"{size:,.1f} MB in {perf_counter() - began:.2f} s"
+        print(f"exported step {manifest['step']} of {manifest.folder} to {args.to}: {speed}")
 
 
 def _exported(folder, to):
@@ -55,11 +52,12 @@ def _exported(folder, to):
 
 
 def export_weights(manifest, to):
-    """Write the weights of a checkpoint into a folder. Raises ValueError for what is no GPT, or damaged: nothing is written."""
+    """Write a checkpoint's weights to a folder; ValueError, and nothing written, if not a GPT."""
     model = manifest["model"]
     if model["kind"] != "GPT":
         raise ValueError(
-            f"{manifest.folder}: only a transformer has a published format, this is a {model['kind']}"
+            f"{manifest.folder}: expected a transformer (others have no published format), got"
+            f" {model['kind']}"
         )
     sizes = {"layers" if name == "depth" else name: model[name] for name in SIZES_OF_KIND["GPT"]}
     with Readers(manifest, _files_at_once(len(manifest.files))) as readers:
@@ -69,7 +67,7 @@ def export_weights(manifest, to):
 
 
 def _files_at_once(wanted):
-    """How many of so many files may be open. Raises the soft limit of this process where it is in the way."""
+    """How many of `wanted` files can be open at once, after raising this process's soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:

@@ -1,7 +1,7 @@
-"""python -m zmpi.generate: text from a checkpoint, printed as it comes. Also under mpirun, with the weights in shards.
+"""python -m zmpi.generate: generates text from a checkpoint. Under mpirun, with sharded weights.
 
-A prediction sees the last --context tokens. Until the context is full each token is computed once (models/cached.py);
-then the window moves on with every token, and with it all positions: the window is computed anew.
+A prediction sees the last --context tokens. Until the context is full, each token is computed once
+(models/cached.py); then every token moves the window, and all of it is recomputed.
 """
 
 from models import GPT, MLP
@@ -26,13 +26,13 @@ def parser():
     flags = Parser(COMMAND, __doc__)
     add = flags.add_argument
     add_shared(flags, "--checkpoint")
-    prompt = "text to continue (default: none; one of the two prompts is needed)"
+    prompt = "text to continue (default: none; give this or --prompt-ids)"
     add("--prompt", metavar="TEXT", help=prompt)
-    prompt = "tokens to continue; tokens are printed (default: none)"
+    prompt = "tokens to continue; prints tokens (default: none)"
     add("--prompt-ids", metavar="N,N,...", type=_ids, help=prompt)
-    tokenizer = "tokenizer.json that makes tokens of text (default: bytes, for byte models only)"
+    tokenizer = "tokenizer.json for the text (default: bytes, only for models of bytes)"
     add("--tokenizer", type=file_name, metavar="FILE", help=tokenizer)
-    add("--tokens", type=whole(1), default=100, help="tokens to generate, at most")
+    add("--tokens", type=whole(1), default=100, help="maximum tokens to generate")
     stop = "token that ends the text: auto (the tokenizer's end of text), none, or its number"
     add("--stop", type=_stop, default="auto", metavar="auto|none|N", help=stop)
     temperature = "0: always the likeliest token; 1: as the model predicts"
@@ -45,7 +45,7 @@ def parser():
 
 
 def main(argv=None):
-    """Run the command; what is wrong with it ends all ranks with one line."""
+    """Run the command; an error ends all ranks with one line."""
     args, world = start_command(parser(), argv)
     manifest = find(args.checkpoint, world)
     with world.agreed():
@@ -58,7 +58,7 @@ def main(argv=None):
         _refuse(tokens, model, args)
         if args.stop != "auto":
             coding.ends = () if args.stop == "none" else (args.stop,)
-    if args.tokenizer:  # a file on every node: its tokens must be the same
+    if args.tokenizer:  # each node may have its own file: the tokens must be the same
         same_on_all_ranks(world, {"--tokenizer": str(tokens)})
     zero = ZeRO(
         model,
@@ -79,10 +79,10 @@ def main(argv=None):
 
 
 def _coding(args, manifest):
-    """How the prompt becomes tokens, and tokens become text."""
+    """The coding between text and tokens."""
     if args.prompt_ids is not None:
         if args.tokenizer:
-            raise ValueError("--tokenizer: --prompt-ids are tokens already; give one of the two")
+            raise ValueError("--tokenizer: --prompt-ids are already tokens; use only one of them")
         return Ids((END_OF_TEXT,) if manifest["model"]["vocab"] == PUBLISHED_VOCAB else ())
     if args.tokenizer:
         return Words(args.tokenizer)
@@ -93,13 +93,13 @@ def _coding(args, manifest):
     )
     if not of_bytes:
         raise ValueError(
-            "--prompt: the model's tokens are not bytes; give --tokenizer tokenizer.json, or --prompt-ids"
+            "--prompt: the model's tokens are not bytes; use --tokenizer FILE, or --prompt-ids"
         )
     return Bytes()
 
 
 def _ids(text):
-    """An argparse type: whole numbers with commas."""
+    """An argparse type: whole numbers, separated by commas."""
     return [whole(0)(number) for number in text.split(",")]
 
 
@@ -120,7 +120,7 @@ def _build(manifest):
 
 
 def _refuse(tokens, model, args):
-    """A prompt that the model cannot read."""
+    """Raise ValueError for a prompt that the model cannot read."""
     name = "--prompt" if args.prompt_ids is None else "--prompt-ids"
     least = model.context if isinstance(model, MLP) else 1
     if len(tokens) < least:

@@ -1,4 +1,4 @@
-"""python -m zmpi.plan: does it fit, and what will it cost? A formula for a number of parameters, a dry run for a model."""
+"""python -m zmpi.plan: does it fit, and what will it cost? By a formula, or by a dry run."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,7 @@ from zmpi.process.table import in_bytes, in_columns, short, unit_for
 from zmpi.text.formats import refuse_irregular
 
 COMMAND = "zmpi.plan"
-LARGEST_BENCH = 1 << 26  # bytes that are read of a bench's JSON
+LARGEST_BENCH = 1 << 26  # the most bytes read of a bench's JSON
 
 
 def parser():
@@ -28,10 +28,10 @@ def parser():
     what.add_argument(
         "--params",
         type=real(1),
-        help="number of parameters: state alone, by the formula (default: a model's)",
+        help="number of parameters: only the state, by formula (default: a model's)",
     )
     add_model_flags(
-        flags.add_argument_group("or a model, walked through (--layers chooses this)"), own=False
+        flags.add_argument_group("or a model, by a dry run (chosen by --layers)"), own=False
     )
     _how(flags.add_argument_group("how it is run"))
     _questions(flags.add_argument_group("questions").add_argument)
@@ -40,7 +40,7 @@ def parser():
 
 
 def _how(group):
-    ranks = "data-parallel ranks (needed, but for --paper)"
+    ranks = "data-parallel ranks (required, except with --paper)"
     group.add_argument("--ranks", type=whole(1), help=ranks)
     shared = "--precision", "--micro-batch", "--accumulate", "--prefetch", "--recompute"
     add_shared(group, *shared, "--reduction", precision="float16", micro_batch=1)
@@ -50,63 +50,63 @@ def _questions(add):
     add(
         "--memory",
         type=real(0, above=True),
-        help="bytes per rank: what is the largest that fits? (default: not asked)",
+        help="bytes per rank, to find the largest that fits (default: none)",
     )
     add(
         "--bandwidth",
         type=real(0, above=True),
-        help="bytes per second that a rank sends (default: no times)",
+        help="bytes per second sent by a rank (default: no times)",
     )
     add("--flops", type=real(0, above=True), help="FLOPs per second of a rank (default: no times)")
     add(
         "--calibrate",
         type=file_name,
         metavar="FILE",
-        help="take all terms of a step's time from the JSON of a bench (default: no times)",
+        help="take all terms of a step's time from a bench's JSON (default: no times)",
     )
     add(
         "--doctor",
         type=file_name,
         metavar="FILE",
-        help="take the messages' times from the JSON of a doctor (default: from the bench)",
+        help="take the messages' times from a doctor's JSON (default: from the bench)",
     )
     add(
         "--dry-run",
         action="store_true",
-        help="show the walk too: calls, elements and bytes per collective, and the peak",
+        help="also show calls, elements and bytes per collective, and the peak",
     )
     add(
         "--paper",
         action="store_true",
-        help="print Tables 1 and 2 of the paper beside zmpi's figures",
+        help="print Tables 1 and 2 of the paper next to zmpi's figures",
     )
     add("--json", action="store_true", help="print JSON, in bytes")
 
 
 def main(argv=None):
-    """Run the command; what is wrong with it is one line, status 2."""
+    """Run the command; an error is one line, status 2."""
     with alone(COMMAND):
         print(answer(parser().parse_args(argv)))
 
 
 def answer(args):
-    """What the command prints, without the last line's end."""
+    """The command's output, without the last newline."""
     defaults = parser().parse_args([])
     given = [name for name, value in vars(args).items() if value != getattr(defaults, name)]
     if args.paper:
-        _only(given, ("paper",), "cannot be combined with --paper; leave one of them out")
+        _only(given, ("paper",), "cannot be combined with --paper; leave one out")
         return both_tables()
     if args.ranks is None:
         raise UsageError("--ranks: expected a number of ranks, such as --ranks 64; got none")
     if (args.params is None) == (args.layers is None):
         given = "neither" if args.params is None else "both"
-        raise UsageError(f"--params: give either it or --layers (a model's), got {given}")
+        raise UsageError(f"--params: expected either --params or --layers, got {given}")
     if args.layers is not None:
         return _of_model(args)
     _only(
         given,
         ("params", "ranks", "precision", "memory", "json"),
-        "needs a model; give --layers instead of --params",
+        "needs a model; use --layers instead of --params",
     )
     return _of_formula(args)
 
@@ -146,7 +146,7 @@ def _of_formula(args):
         f" state alone\n{in_columns(lines, 2)}"
     )
     if args.memory:
-        text += f"\nlargest number of parameters whose state alone fits {in_bytes(args.memory)} per rank"
+        text += f"\nmost parameters whose state alone fits {in_bytes(args.memory)} per rank"
         text += "".join(
             f"\n  stage {row['stage']}  {row['largest_parameters']:.4g}" for row in rows
         )
@@ -174,7 +174,7 @@ def _json(recipe, parameters, args, rows):
 
 
 def _of_model(args):
-    """A dry run at each stage, and the questions asked about it."""
+    """A dry run at each stage, and the answers to its questions."""
     with named_as_flags():
         policy = Policy(args.precision, args.prefetch, args.recompute)
     setting = Setting(
@@ -214,22 +214,23 @@ def _of_model(args):
 
 
 def _run(args):
-    """The run in words."""
+    """The run's settings, as text."""
     batch = args.micro_batch * args.accumulate * args.ranks
     attention = (
         f", {4 if args.heads is None else args.heads} heads" if args.model == "transformer" else ""
     )
     return (
-        f"{args.model}: {args.layers} layers, width {args.width:,}{attention}, context {args.context:,}, vocab {args.vocab:,};"
-        f" a step is {args.micro_batch} x {args.accumulate} x {args.ranks:,} = {batch:,} sequences; prefetch {args.prefetch},"
-        f" recompute {'on' if args.recompute else 'off'}"
+        f"{args.model}: {args.layers} layers, width {args.width:,}{attention},"
+        f" context {args.context:,}, vocab {args.vocab:,}; a step is"
+        f" {args.micro_batch} x {args.accumulate} x {args.ranks:,} = {batch:,} sequences;"
+        f" prefetch {args.prefetch}, recompute {'on' if args.recompute else 'off'}"
     )
 
 
 def _speed(args):
-    """The Speed of the flags, or None where they name none."""
+    """The Speed of the flags, or None."""
     if args.doctor and not args.calibrate:
-        raise UsageError("--doctor: gives messages alone; a step's time needs --calibrate too")
+        raise UsageError("--doctor: gives only messages; a step's time also needs --calibrate")
     if args.calibrate:
         if args.flops or args.bandwidth:
             raise UsageError("--calibrate: gives both speeds; leave out --flops and --bandwidth")
@@ -246,7 +247,7 @@ def _speed(args):
 
 
 def _measured(flag, path, read, what):
-    """What `read` finds in the JSON of a file. Raises UsageError where it holds something else."""
+    """What `read` finds in a JSON file; UsageError if it is something else."""
     refuse_irregular(flag, path)
     with named(f"{flag}: {path}"), open(path, "rb") as file:
         text = file.read(LARGEST_BENCH)
@@ -258,7 +259,7 @@ def _measured(flag, path, read, what):
 
 
 def _limits(setting, walk, memory):
-    """The largest model and the largest micro-batch that fit, at the stage of the walk."""
+    """The largest model and micro-batch that fit, at the walk's stage."""
     stage = walk.stage.number
     layers = largest_fitting(lambda n: setting.walk(stage, layers=n).peak, memory)
     state = largest_model(walk.stage, setting.ranks, memory, setting.policy.recipe)

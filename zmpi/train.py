@@ -1,4 +1,4 @@
-"""mpirun -n 4 python -m zmpi.train: train a language model with its state kept apart, and say what that cost."""
+"""mpirun -n 4 python -m zmpi.train: trains a language model with sharded state."""
 
 import sys
 from contextlib import ExitStack, closing
@@ -41,11 +41,11 @@ def parser():
 
 
 def main(argv=None):
-    """Run the command; what is wrong with it ends all ranks with one line."""
+    """Run the command; an error ends all ranks with one line."""
     args, world = start_command(parser(), argv)
     with world.agreed():
         refuse(args)
-    with ExitStack() as held:  # the folder of checkpoints, given back however this run ends
+    with ExitStack() as held:  # releases the folder of checkpoints, however the run ends
         _run(args, world, argv, held)
 
 
@@ -104,7 +104,7 @@ def _outputs(args, world, held):
 
 
 def _take_settings(args, world, argv, manifest):
-    """What the command line leaves open comes from what the run goes on from."""
+    """Take the flags not given from the checkpoint, or from the published weights."""
     given = parser().given(argv)
     leave_defaults(args, "model", DEFAULT_SIZES, given)
     leave_defaults(args, "optimizer", HYPERPARAMETERS, given)
@@ -117,7 +117,7 @@ def _take_settings(args, world, argv, manifest):
 
 
 def _engine(args, model, world):
-    """The engine of the flags, with fresh weights."""
+    """The engine of the flags, with initial weights."""
     with world.agreed():
         if args.precision != "float16" and args.loss_scale_window != Policy.loss_scale_window:
             raise ValueError(
@@ -143,7 +143,7 @@ def _engine(args, model, world):
 
 
 class Saving:
-    """When a run saves: every --save-every steps and at its end. Without a folder, never."""
+    """Saves every --save-every steps and at the end; never without a folder."""
 
     def __init__(self, zero, keeper, args, text):
         self._zero, self._keeper, self._args, self._text = zero, keeper, args, text
@@ -153,13 +153,13 @@ class Saving:
             zero.world.guard.finish_on_signal()
 
     def step(self):
-        """Save if it is time, and if a step since the last checkpoint updated anything."""
+        """Save if it is due, and a step since the last checkpoint updated something."""
         due = self._args.save_every and self._zero.step % self._args.save_every == 0
         if due and self._updates != self._zero.updates:
             self.now()
 
     def now(self):
-        """Save, unless that is done."""
+        """Save, unless already done."""
         if self._keeper and self._saved != self._zero.step:
             run = resume.describe_run(self._args, self._zero, self._text)
             _say(self._zero.world, str(self._keeper.save(self._zero, run)))
@@ -180,7 +180,7 @@ def _train(zero, batches, args, outputs, saving):
     except Stopped as stop:
         saving.now()
         log.end(str(stop))
-        _say(world, f"{stop} after step {zero.step} of {args.steps}; --resume goes on from here")
+        _say(world, f"{stop} after step {zero.step} of {args.steps}; continue with --resume")
         sys.exit(stop.status)
     except LogLost as lost:
         _save_without_log(lost, saving)
@@ -190,7 +190,7 @@ def _train(zero, batches, args, outputs, saving):
         raise
     if not fault:
         saving.now()
-    # below the bar, which another stream may still be drawing
+    # below the progress bar, which another stream may still be drawing
     _say(world, "\n" + summary(zero, log, median(seconds)))
     _warn(world, _not_printed())
     if args.trace:
@@ -207,11 +207,11 @@ def _save_without_log(lost, saving):
 
 
 def _steps(zero, batches, args, log, saving):
-    """The remaining steps; returns the seconds that each took, and why they trained nothing, or None."""
+    """The remaining steps; returns (seconds of each, why they trained nothing or None)."""
     world, seconds, held_out, progress = zero.world, [], batches.held_out(), Progress(zero)
     bar = {"desc": "train", "unit": "step", "mininterval": 1, "ncols": 100}
     bar |= {"initial": zero.step, "total": args.steps, "disable": world.rank != 0}
-    world.guard.line_start = "\n"  # a last word gets a line of its own, below the bar
+    world.guard.line_start = "\n"  # a guard's message starts below the progress bar
     for _ in tqdm(range(zero.step, args.steps), **bar):
         began = perf_counter()
         zero.train_step(batches.of_step(args.seed, zero.step + 1, args.accumulate))
@@ -234,12 +234,13 @@ def _keeper(args, world, held, make):
 
 
 def _fresh(args, world, held):
-    """The folder of a run that starts anew: it must not hold another run's checkpoints."""
+    """The folder of a new run: it must not have another run's checkpoints."""
     keeper = _keeper(args, world, held, make=True)
     newest = keeper.newest()
     if newest:
         raise UsageError(
-            f"--checkpoint: {newest} already exists; continue it with --resume, or choose another folder"
+            f"--checkpoint: {newest} already exists; continue it with --resume, or choose another"
+            " folder"
         )
     return keeper
 
@@ -251,7 +252,7 @@ def _say(world, text):
 
 
 def _not_printed():
-    """A warning where what the run said is not complete: it trained, and its files are."""
+    """A warning if the output is incomplete: training and files are not affected."""
     try:
         check_printed()
     except ValueError as error:

@@ -1,6 +1,6 @@
 """mpirun -n 4 python -m zmpi.verify: checks the promises on this MPI and device, row by row.
 
-From Python, `promises(Trial(world, engine=MyZeRO))` checks a changed engine or communicator: a
+From Python, `promises(Trial(world, engine=MyZeRO))` checks a changed engine or communicator, a
 subclass of ZeRO.
 """
 
@@ -34,7 +34,7 @@ from zmpi.proof.walks import walks_are_whole
 
 COMMAND = "zmpi.verify"
 
-# Each yields rows from a Trial. What a later one builds on comes first.
+# Each yields rows from a Trial. Later ones build on earlier ones.
 CHECKS = {
     walks_are_whole: "P2",
     messages_arrive: "P1",
@@ -54,7 +54,7 @@ CHECKS = {
 
 
 def promises(trial, checks=tuple(CHECKS)):
-    """The rows of the table, one after the other; all ranks see the same. Collective."""
+    """Yield the rows of the table, the same on all ranks. Collective."""
     for check in checks:
         trial = yield from conducted(check, CHECKS[check], trial)
 
@@ -87,7 +87,7 @@ def main(argv=None):
 
 
 def _trial(args, world):
-    """The Trial of the flags. Raises ValueError for a class of one's own that cannot be taken."""
+    """The Trial of the flags; ValueError for your own class if it cannot be used."""
     trial = Trial(world, engine_of(args.comm), args.precision, tolerance=args.tolerance)
     if args.model:
         name = args.model.name
@@ -109,7 +109,7 @@ def parser():
             f"--{name}",
             type=own_or(),
             metavar="FILE:CLASS",
-            help=f"{name} of your own, made small (default: zmpi's)",
+            help=f"your own {name}, made small (default: zmpi's)",
         )
     add(
         "--tolerance",
@@ -121,7 +121,7 @@ def parser():
 
 
 def _tolerance(text):
-    """An argparse type: what a communicator may declare as its error."""
+    """An argparse type: the relative error that a communicator may declare."""
     value = real(0)(text)
     if value > 0.1:
         raise ArgumentTypeError(f"expected at most 0.1, got {text}")

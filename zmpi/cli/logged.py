@@ -1,6 +1,6 @@
-"""A log of zmpi.train, read back: its header, and the numbers of every step. Needs no MPI.
+"""Reads a log of zmpi.train: its header, and the numbers of every step.
 
-A log may be damaged, or anyone's: every field that is used is checked, and nothing in it is run.
+A log may be damaged, or anyone's: every field used is checked, and nothing in it is run.
 """
 
 from dataclasses import dataclass, field
@@ -24,10 +24,9 @@ HEADER_RULES |= {"micro_batch": whole_number(1), "accumulate": whole_number(1)}
 
 @dataclass
 class Logged:
-    """What a log holds. `numbers` is {name: {step: number}}; None is a number that is not finite.
+    """A log's content. `numbers`: {name: {step: number}}, with None for numbers not finite.
 
-    `header` is None where the log has none (it was rotated); `end` says how the run ended, None
-    where nothing does.
+    `header`: None if the log has none (it was rotated); `end`: how the run ended, None if unknown.
     """
 
     path: str
@@ -37,11 +36,11 @@ class Logged:
 
     @property
     def steps(self):
-        """The steps that were logged, in order."""
+        """The logged steps, in order."""
         return sorted(self.numbers.get("loss", ()))
 
     def add(self, entry, where):
-        """Take one entry of the log. Raises ValueError, which opens with `where`, for a wrong field."""
+        """Add one entry; ValueError, starting with `where`, for a wrong field."""
         if "unit_sizes" in entry:
             check(entry, HEADER_RULES, where)
             self.header = self.header or entry
@@ -55,13 +54,13 @@ class Logged:
                         self.numbers.setdefault(name, {})[entry["step"]] = entry[name]
         if "end" in entry:
             check(entry, {"end": STRING}, where)
-        self.end = entry.get("end")  # of a run that was resumed, the last one counts
+        self.end = entry.get("end")  # of a resumed run, the last one counts
 
 
 def read_log(path):
-    """The Logged of a file. A last line that is cut short (of a killed run) is left out.
+    """The Logged of a file, without a truncated last line (of a killed run).
 
-    Raises ValueError, which names the file and the line, for what zmpi.train does not write.
+    Raises ValueError, naming the file and the line, for anything that zmpi.train does not write.
     """
     found = Logged(path)
     with open_file(path) as file:

@@ -49,7 +49,7 @@ def add_model_flags(group, own=True):
 
 
 def build_model(args, **changed):
-    """The model of the flags, with some `changed`; ValueError, naming the flag, if they conflict."""
+    """The model of the flags, with some `changed`; ValueError, naming the flag, on conflict."""
     get = {**vars(args), **changed}.get
     if isinstance(get("model"), FileClass):
         sizes = {name: get(name) for name in DEFAULT_SIZES}
@@ -106,7 +106,7 @@ def _own_model(place, sizes, window):
 
 
 def refuse_beyond_memory(args, model, world, stage):
-    """Raise ValueError, before allocating, if memory is too small: Linux would kill the run later."""
+    """Raise ValueError, before allocating, if memory is too small: Linux would kill it later."""
     if world.device.name != "cpu":
         return
     ranks, (there, bound) = ranks_on_this_node(os.environ), node_memory()

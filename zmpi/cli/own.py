@@ -21,7 +21,7 @@ class FileClass(str):
         return self.rpartition(":")[2]
 
     def identity(self):
-        """What must agree between ranks: the class's name and the file's checksum (None: no file)."""
+        """What must agree between ranks: the class's name and the file's checksum (or None)."""
         try:
             digest = hashlib.sha256(self.file.read_bytes()).hexdigest()[:12]
         except OSError:
@@ -45,7 +45,7 @@ def own_or(*names):
 
 
 def leave_defaults(args, flag, names, given):
-    """If `flag` is a FileClass, set those of `names` not `given` to None: the class has defaults."""
+    """If `flag` is a FileClass, set the `names` not `given` to None: the class has defaults."""
     if isinstance(getattr(args, flag), FileClass):
         for name in set(names) - set(given):
             setattr(args, name, None)

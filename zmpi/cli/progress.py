@@ -1,4 +1,4 @@
-"""Detects runs that train nothing: float16 skips a step, without an update, if gradients overflow."""
+"""Detects runs that train nothing: float16 skips a step's update if gradients overflow."""
 
 from collections import deque
 
@@ -23,7 +23,7 @@ class Progress:
         self._skipped_all, self._learned, self._warned = True, False, False
 
     def step(self):
-        """Count the last step; returns a warning or None. NothingTrained after GIVE_UP skips in a row."""
+        """Count the last step; returns a warning or None. Raises after GIVE_UP skips in a row."""
         last = self._zero.last
         self._steps += 1
         self._recent.append(last.skipped)
@@ -37,14 +37,12 @@ class Progress:
         many, warned = sum(self._recent), self._warned
         self._warned = many >= MANY or (warned and many > 0)
         if self._warned and not warned:
-            return (
-                f"step {self._zero.step}: {many} of the last {len(self._recent)} steps were skipped:"
-                f" {self._overflow()}"
-            )
+            which = f"{many} of the last {len(self._recent)} steps were skipped"
+            return f"step {self._zero.step}: {which}: {self._overflow()}"
         return None
 
     def fault(self):
-        """At the end: why nothing was trained, or None. A resumed run's few steps may all be skipped."""
+        """At the end: why nothing was trained, or None. A resumed run may skip its few steps."""
         if self._learned:
             return None
         if not self._skipped_all:

@@ -1,4 +1,4 @@
-"""What a run prints: its opening lines and its summary. Figures are of all ranks, next to the formula."""
+"""What a run prints: its opening lines, and its summary of all ranks, next to the formulas."""
 
 from zmpi import __version__
 from zmpi.core.stages import elements_moved, state_bytes
@@ -6,7 +6,7 @@ from zmpi.messages.ledger import OWNED
 
 
 def opening(zero, args, text):
-    """What is about to run, in a few lines: everything that was chosen for the user is named."""
+    """The run's settings in a few lines, including all that was chosen automatically."""
     world = zero.world
     parameters = sum(unit.layout.elements for unit in zero.units.values())
     evaluated = f"{text.evaluated} sequence{'s' * (text.evaluated > 1)}"
@@ -15,22 +15,24 @@ def opening(zero, args, text):
         if len(text.held_out)
         else "none held out (too short)"
     )
-    different = len(text.train) - text.context  # windows to draw a step's sequences from
+    different = len(text.train) - text.context  # the windows that a step draws from
     few = different < args.micro_batch * args.accumulate * world.size
     repeated = f" (only {different} different sequence{'s' * (different > 1)})" if few else ""
-    plural = "s" if world.size > 1 else ""
+    ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
+    batch = f"{args.micro_batch} x {args.accumulate} x {world.size}"
     return (
-        f"zmpi {__version__}: {args.model}, {parameters:,} parameters, stage {zero.stage.number} on {world.size} rank{plural},"
+        f"zmpi {__version__}: {args.model}, {parameters:,} parameters,"
+        f" stage {zero.stage.number} on {ranks},"
         f" {zero.policy.recipe.describe(len(zero.optimizer.moments))}\n"
         f"{_where(world)}, reduction {zero.comm.reduction},"
         f" {world.threads} thread(s) per rank, {world.library}\n"
-        f"data {args.data}: {len(text.train):,} tokens for training{repeated}, {held_out}; a step is"
-        f" {args.micro_batch} x {args.accumulate} x {world.size} sequences (micro-batch x accumulate x ranks)"
+        f"data {args.data}: {len(text.train):,} tokens for training{repeated}, {held_out};"
+        f" a step is {batch} sequences (micro-batch x accumulate x ranks)"
     )
 
 
 def _where(world):
-    """Device and transport, and the reason where they were chosen for the user."""
+    """Device and transport, with the reason if they were chosen automatically."""
     device = f"device {world.device.name}" + (
         f" (auto: {world.device.why})" if world.device.why else ""
     )
@@ -40,7 +42,7 @@ def _where(world):
 
 
 def summary(zero, log, seconds):
-    """The end of a run: losses, speed, and bytes and elements beside their formulas. `seconds` is the median step's."""
+    """A run's losses, speed, bytes and elements. `seconds`: the median step's."""
     last, evaluation = log.last, log.last_evaluation
     layouts = [unit.layout for unit in zero.units.values()]
     sizes = {layout.name: layout.elements for layout in layouts}
@@ -75,7 +77,7 @@ def _loss(value):
 
 
 def _skipped(zero):
-    """A line for a run whose steps may be skipped; it counts those before a resume too."""
+    """A line for runs whose steps may be skipped; also counts those before a resume."""
     if zero.policy.precision != "float16":
         return []
     return [f"skipped {zero.step - zero.updates} of {zero.step} steps (gradients overflowed)"]

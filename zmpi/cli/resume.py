@@ -1,8 +1,9 @@
-"""Where the settings of a run come from if it goes on from something: the checkpoint's manifest, or a folder of weights.
+"""The settings of a run that starts from a checkpoint, or from a folder of published weights.
 
-A flag that is not given takes the saved value; one that is given must agree with it, unless it is in FREE: those change
-how the same training is carried out. Evaluations, logs and checkpoints are each run's own. A file with code of the
-user's own (MAY_BE_OWN) is never saved, so that no checkpoint names code to run: it must be given again.
+A flag not given takes the saved value; one that is given must agree with it, unless it is in FREE,
+which only changes how the same training runs. Evaluations, logs and checkpoints are each run's own.
+The user's own code (MAY_BE_OWN) is never saved, so that no checkpoint names code to run: give it
+again.
 """
 
 import platform
@@ -44,14 +45,14 @@ OPTIMIZER = (
     "eps",
     "momentum",
 )
-SEARCHED = 10_000  # numbers that are tried for one that divides a batch
-SCALING = ("loss_scale", "loss_scale_window")  # free too, if the precision is the same
+SEARCHED = 10_000  # numbers tried to find a divisor of a batch
+SCALING = ("loss_scale", "loss_scale_window")  # also free, at the same precision
 SAVED = ("data", "seed", *MODEL, *OPTIMIZER, *SCALING, *FREE)
-MAY_BE_OWN = ("model", "optimizer", "comm")  # what may be FILE:CLASS, a class of the user's own
+MAY_BE_OWN = ("model", "optimizer", "comm")  # may be FILE:CLASS, the user's own class
 
 
 def describe_run(args, zero, text):
-    """What the manifest keeps of a command's run: its flags, resolved, the data and the position in it."""
+    """The manifest's entry for a command's run: resolved flags, the data and the position in it."""
     flags = {name: getattr(args, name) for name in SAVED}
     if not class_of(args.model):
         flags["heads"] = getattr(zero.model, "heads", None)
@@ -70,14 +71,14 @@ def describe_run(args, zero, text):
 
 
 def class_of(value):
-    """The CLASS of a setting FILE:CLASS; "" for any other."""
+    """The CLASS of FILE:CLASS; "" for any other setting."""
     return value.rpartition(":")[2] if isinstance(value, str) and ":" in value else ""
 
 
 def saved_flags(manifest, parser):
-    """{flag: value} that a run is continued with. Raises ValueError for what the command line would not take either.
+    """{flag: value} to continue a run with; ValueError for values the command line would refuse.
 
-    Without those that were a class of the user's own: older checkpoints name its file, which nobody asked to run.
+    Without the user's own classes: older checkpoints name their files, which must not be run.
     """
     path = manifest.folder / JSON
     if manifest["run"] is None:
@@ -90,7 +91,7 @@ def saved_flags(manifest, parser):
     for name in kept:
         flag, value = f"--{name.replace('_', '-')}", flags[name]
         if name not in SAVED:
-            raise ValueError(f"{path}: {flag} is no flag that a run is continued with")
+            raise ValueError(f"{path}: {flag} is not a flag that a run can be resumed with")
         if value is not None and value is not False:
             words.append(flag if value is True else f"{flag}={value}")
     try:
@@ -107,9 +108,9 @@ def saved_flags(manifest, parser):
 
 
 def take_settings(args, given, manifest, saved, size):
-    """Complete `args` from the saved flags. Raises ValueError for a contradiction.
+    """Complete `args` from the saved flags; ValueError if they contradict.
 
-    `given` holds the flags of the command line; `size` is the number of ranks.
+    `given`: the flags of the command line; `size`: the number of ranks.
     """
     if given.get("precision", saved["precision"]) != saved["precision"]:
         saved = {name: value for name, value in saved.items() if name not in SCALING}
@@ -118,20 +119,22 @@ def take_settings(args, given, manifest, saved, size):
     _fit_batch(args, given, manifest["run"]["data"]["global_batch"], size)
     if args.steps < manifest["step"]:
         raise ValueError(
-            f"--steps: {args.steps} in total, but {manifest['step']} are done ({manifest.folder})"
+            f"--steps: expected at least the {manifest['step']} steps already done, got"
+            f" {args.steps} in total ({manifest.folder})"
         )
 
 
 def _need_code(given, manifest):
-    """Raise ValueError where the run had a class of the user's own that is not given again."""
+    """Raise ValueError if the run used the user's own class, and it is not given again."""
     run = manifest["run"]
     older = {name: class_of(run["flags"].get(name)) for name in MAY_BE_OWN}
     for name, kind in {**older, **run.get("code", {})}.items():
         if kind and name not in given:
             otherwise = ", or --comm zmpi for zmpi's own" if name == "comm" else ""
+            again = f"give --{name} FILE:{kind} again{otherwise}"
             raise ValueError(
-                f"--{name}: the run used a class of yours, {kind}; a checkpoint names no code to run:"
-                f" give --{name} FILE:{kind} again{otherwise}"
+                f"--{name}: the run used your class {kind}, and a checkpoint names no code to run:"
+                f" {again}"
             )
         if kind and name not in FREE and class_of(given[name]) != kind:
             raise ValueError(f"--{name}: {given[name]} contradicts {kind} ({manifest.folder})")
@@ -144,30 +147,31 @@ def same_text(text, args, manifest):
         if saved.get(name, value) != value:  # older checkpoints have one checksum
             found = f"{name} {value}, was {saved[name]}"
             raise ValueError(
-                f"--data: {args.data} is another text than the checkpoint's: {found}"
+                f"--data: {args.data} is not the checkpoint's text: {found}"
                 f"{_other_python(args.data, saved)}"
             )
 
 
 def _other_python(source, saved):
-    """What to do where the built-in text is another one."""
+    """What to do if the built-in text is another one."""
     if source != "builtin":
         return ""
     its = f"Python {saved['python']}" if "python" in saved else "another Python"
+    here = platform.python_version()
     return (
-        f" (it comes with Python: with {its} there, with {platform.python_version()} here); use {its},"
-        f" or write its zmpi.text.data.builtin_text() to a file and give --data FILE"
+        f" (it comes with Python: {its} there, {here} here); use {its},"
+        " or write its zmpi.text.data.builtin_text() to a file and use --data FILE"
     )
 
 
 def take_sizes(args, given):
-    """Complete `args` from the folder of --init-from. Raises ValueError for a contradiction."""
+    """Complete `args` from the folder of --init-from; ValueError if they contradict."""
     saved = {"model": "transformer", **pretrained.sizes_in(args.init_from)}
     _take(args, given, saved, (), Path(args.init_from) / pretrained.CONFIG)
 
 
 def init_from(zero, folder):
-    """Put the weights of a folder in place of the engine's, unit by unit: no rank ever holds the whole model. Collective."""
+    """Load a folder's weights unit by unit: no rank ever holds the whole model. Collective."""
     layouts = [unit.layout for unit in zero.units.values()]
     shapes = {
         layout.prefix + name: shape for layout in layouts for name, shape in layout.shapes.items()
@@ -195,7 +199,7 @@ def _take(args, given, saved, free, source):
 
 
 def _fit_batch(args, given, batch, size):
-    """The same global batch on `size` ranks: of --micro-batch and --accumulate, what is not given follows."""
+    """Keep the global batch on `size` ranks: derive --micro-batch or --accumulate if not given."""
     if "accumulate" not in given:
         args.accumulate = max(1, batch // (args.micro_batch * size))
     elif "micro_batch" not in given:
@@ -209,7 +213,7 @@ def _fit_batch(args, given, batch, size):
 
 
 def _what_fits(args, given, batch, size):
-    """The flags with which `size` ranks take a global batch of so many sequences, if any do."""
+    """The flags for a global batch of `batch` sequences on `size` ranks, if possible."""
     if batch % size:
         near = (range(size, 0, -1), range(size + 1, min(batch, 8 * size) + 1))
         fitting = [next((str(n) for n in numbers if batch % n == 0), None) for numbers in near]

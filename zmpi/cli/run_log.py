@@ -1,4 +1,4 @@
-"""The log of a run: one JSON object a line. A header, then an entry for each step and evaluation, then how the run ended."""
+"""A run's log, one JSON object per line: a header, each step and evaluation, and how it ended."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ MEMORY_KINDS = (*OWNED, "full_peak", "work", "peak")
 
 
 class LogLost(UsageError):
-    """The log cannot be written any more (its disk is full, say); all ranks raise it after the same step."""
+    """The log can no longer be written (a full disk, say); raised on all ranks after one step."""
 
 
 def open_log(path):
@@ -22,16 +22,16 @@ def open_log(path):
 
 
 class RunLog:
-    """A run's entries, in an Output (on rank 0; elsewhere, and without --log, None), and the last ones for the summary.
+    """A run's entries, in an Output (None without --log, or not on rank 0); keeps the last ones.
 
-    An older log is continued if the run is resumed, else replaced. Raises ValueError where it cannot be written, or is
-    that of another model or text.
+    A resumed run continues an older log, other runs replace it. Raises ValueError if it cannot be
+    written, or is another model's or text's.
     """
 
     def __init__(self, output, zero, args, argv, data):
         self.zero, self._output = zero, output
         self.last = self.last_evaluation = None
-        self._fault = None  # why the log cannot be written any more; known on rank 0
+        self._fault = None  # on rank 0: why the log can no longer be written
         if output is None:
             return
         first = header(zero, args, sys.argv if argv is None else argv, data)
@@ -41,9 +41,9 @@ class RunLog:
             output.write(_line(first))
 
     def step(self, seconds):
-        """Log the engine's last step, which took so many seconds here. Gathers every rank's memory; all ranks call it.
+        """Log the engine's last step, which took `seconds`. Collective: gathers all ranks' memory.
 
-        Raises LogLost if an entry before this one could not be written.
+        Raises LogLost if an earlier entry could not be written.
         """
         zero, step = self.zero, self.zero.last
         comm, memory = zero.ledger["comm"], zero.ledger["memory"]
@@ -65,7 +65,7 @@ class RunLog:
         self._write(self.last)
 
     def evaluation(self, loss, tokens):
-        """Log a held-out loss over so many targets."""
+        """Log a held-out loss over this number of targets."""
         self.last_evaluation = {
             "step": self.zero.step,
             "val_loss": json_number(loss),
@@ -74,16 +74,16 @@ class RunLog:
         self._write(self.last_evaluation)
 
     def end(self, how):
-        """Log how the run ended, in a few words, and how many of its steps updated nothing."""
+        """Log how the run ended, and how many of its steps updated nothing."""
         zero = self.zero
         self._write({"step": zero.step, "end": how, "skipped_steps": zero.step - zero.updates})
 
     def settle(self):
-        """Raise LogLost on all ranks if an entry could not be written; all ranks call it."""
+        """Raise LogLost on all ranks if an entry could not be written. Collective."""
         self._shared(None)
 
     def _shared(self, value):
-        """Every rank's value, and whether the log is still written: one message."""
+        """Every rank's value; the same message says whether the log is still written."""
         everyone = self.zero.world.share((value, self._fault), "the log's entry")
         if everyone[0][1] is not None:
             raise LogLost(everyone[0][1])
@@ -99,7 +99,7 @@ class RunLog:
 
 
 def json_number(value):
-    """A number as JSON has it: null where it is not finite."""
+    """A number for JSON: null if it is not finite."""
     return value if isfinite(value) else None
 
 
@@ -108,14 +108,14 @@ def _line(entry):
 
 
 def _is_log(head):
-    """Whether a file begins with an entry of a log: any of them where the log was rotated."""
+    """Whether a file starts with a log's entry: any entry, if the log was rotated."""
     entry = _entry(head.partition(b"\n")[0])
     marks = {"unit_sizes", "optimizer_t", "val_loss", "end"}  # one of them is in every entry
     return bool({"zmpi", "step"} & entry.keys() and marks & entry.keys())
 
 
 def _entry(line):
-    """The JSON object in a line; {} where there is none."""
+    """The JSON object in a line, or {}."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
@@ -124,7 +124,7 @@ def _entry(line):
 
 
 def _kept(output, first, step):
-    """Bytes at the start of a log that a run resumed after `step` continues: a killed run may have logged more steps."""
+    """Bytes of a log to keep when resuming after `step`: a killed run may have logged more."""
     kept = 0
     for line in output.lines():
         entry = _entry(line)
@@ -140,13 +140,13 @@ def _kept(output, first, step):
 
 
 def _subject(header):
-    """What a run trains, and on what, as far as its header tells; a text may lie elsewhere."""
+    """The model and the text of a run, by its header; the text's path may differ."""
     data = header.get("data") or {}
     return header["unit_sizes"], [data.get(name) for name in ("tokens", "kind", "crc32")]
 
 
 def header(zero, args, argv, data):
-    """The log's first line. `data`: what tells its text from another."""
+    """The log's first line. `data`: identifies the text."""
     layouts = [unit.layout for unit in zero.units.values()]
     return {
         "zmpi": __version__,

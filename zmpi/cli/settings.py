@@ -1,7 +1,7 @@
-"""What two runs were asked for, where that differs, and what such a difference can change.
+"""The settings in which two runs differ, and what each difference can change.
 
-A log's header holds what was resolved at the start, and the command line; flags that it does not
-give have their defaults, unless the run took them from a checkpoint or from published weights.
+A log's header holds the resolved settings and the command line; flags not given have their
+defaults, unless the run took them from a checkpoint or published weights.
 """
 
 from dataclasses import asdict, dataclass
@@ -17,13 +17,12 @@ from zmpi.core.layout import PIECES
 from zmpi.process.errors import UsageError
 
 NO_BIT, ROUNDING, TRAINING = "no bit", "rounding", "the training"
-OUTPUTS = ("log", "checkpoint", "trace")  # files are each run's own
-# What the header says too, resolved; sizes with padding follow from the others.
+OUTPUTS = ("log", "checkpoint", "trace")  # each run has its own files
+# Also in the header, resolved; padded sizes follow from the others.
 RESOLVED = ("stage", "precision", "micro_batch", "accumulate", "data")
 RESOLVED += ("device", "transport", "reduction")
 DERIVED = ("argv", "padded_unit_sizes")
-# What is promised to change no bit (README: same training, nothing lost), and what only says where
-# and how long.
+# Promised to change no bit (README: same training, nothing lost), or only where and how long.
 HARMLESS = ("--prefetch", "--recompute", "--resume", "--timeout", "--steps", "--eval-every")
 HARMLESS += ("--keep", "--save-every", "data.source", "data.python")
 SUMMED = ("reduction", "threads", "device", "transport", "mpi")  # other sums, or in another order
@@ -32,7 +31,7 @@ BATCH = ("size", "micro_batch", "accumulate")
 
 @dataclass(frozen=True)
 class SettingThatDiffers:
-    """A setting that differs: a key of the header, or a flag. None: the run did not have it."""
+    """A setting that differs: a key of the header, or a flag. None: missing in that run."""
 
     name: str
     a: Any
@@ -41,7 +40,7 @@ class SettingThatDiffers:
 
 
 def differing_settings(a, b):
-    """[SettingThatDiffers] of two headers; of the units' sizes the first that differs is enough."""
+    """[SettingThatDiffers] of two headers, with only the first unit size that differs."""
     found = {}
     for one, other in ((_header(a), _header(b)), _both_flags(a["argv"], b["argv"])):
         for name in [*one, *(name for name in other if name not in one)]:
@@ -53,7 +52,7 @@ def differing_settings(a, b):
 
 
 def _effect(name, a, b):
-    """What a setting that differs can change, by the README's promise of the same training."""
+    """What a differing setting can change, by the README's promise of the same training."""
     if name in HARMLESS:
         return NO_BIT
     if name in SUMMED:
@@ -74,7 +73,7 @@ def _global_batch(header):
 
 
 def _header(header):
-    """{name: value} of a header; those of an object are `key.inner`."""
+    """{name: value} of a header; an object's values are named `key.inner`."""
     found = {}
     for name, value in header.items():
         if isinstance(value, dict):
@@ -85,9 +84,9 @@ def _header(header):
 
 
 def _both_flags(a, b):
-    """Two {--flag: value}, of the flags that both command lines are known to have had.
+    """Two {--flag: value}, of the flags known for both command lines.
 
-    Where one of them is another version's, which this one does not take, both are their words.
+    If this version does not accept one of them, both are just their words.
     """
     a, b = (argv[1:] if argv and not argv[0].startswith("-") else argv for argv in (a, b))
     try:
@@ -101,10 +100,10 @@ def _both_flags(a, b):
 
 
 def _flags(words):
-    """{name: value} of a command line, but for what the header holds in another way.
+    """{name: value} of a command line, without what the header also has.
 
-    A value that is not given is the default; where it comes from elsewhere (a checkpoint, published
-    weights, a class of the user's own) it is not known, and left out.
+    A value not given is the default; one taken from elsewhere (a checkpoint, published weights, the
+    user's own class) is unknown, and left out.
     """
     args, given = _parser().parse_args(words), _parser().given(words)
     values, elsewhere = vars(args), {*HYPERPARAMETERS}

@@ -1,4 +1,4 @@
-"""The report of zmpi.compare as text: what differs between runs A and B, in tables."""
+"""The report of zmpi.compare as text: how runs A and B differ, in tables."""
 
 import json
 
@@ -8,15 +8,15 @@ from zmpi.cli.settings import NO_BIT, ROUNDING, TRAINING
 from zmpi.process.errors import one_line
 from zmpi.process.table import in_columns
 
-ALWAYS_SHOWN = ("loss", "grad_norm", "val_loss")  # the other numbers are shown where they differ
+ALWAYS_SHOWN = ("loss", "grad_norm", "val_loss")  # other numbers are shown only if they differ
 SHOWN_AS = {"master": "weights"}  # of a vector
-CELL_CHARACTERS = 40  # characters of a setting that are shown
+CELL_CHARACTERS = 40  # characters shown of a setting
 UNEXPLAINED = """no setting that differs explains it: look for another type of CPU, another BLAS, a
 file of your own that was changed, or a fault"""
 
 
 def comparison_text(report):
-    """What the command prints, without the last line's end."""
+    """The command's output, without the last newline."""
     parts = []
     if "logs" in report:
         parts += _logs(report["logs"])
@@ -146,7 +146,7 @@ def _element(element):
 
 
 def _columns(found, rows_of):
-    """A table with a column for each of {name: what was found}, and a row for each figure."""
+    """A table with a column per {name: finding}, and a row per figure."""
     columns = {name: dict(rows_of(of)) for name, of in found.items()}
     longest = max(columns.values(), key=len)
     rows = [("", *(SHOWN_AS.get(name, one_line(name)) for name in columns))]
@@ -164,7 +164,7 @@ def _gap_rows(found):
 
 
 def _value(value, dtype):
-    """A number in as many digits as tell it from its neighbours in its type."""
+    """A number with enough digits to identify it in its type."""
     if value is None:
         return "not finite"
     return str(np.float32(value)) if dtype == "float32" else str(value)

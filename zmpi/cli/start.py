@@ -17,7 +17,7 @@ REMEDY = "load your site's MPI, or install one into this environment (pip instal
 
 
 def start_command(parser, argv):
-    """(arguments, world) of the command. --help, --version and errors are printed once and end it."""
+    """(arguments, world) of the command. --help, --version and errors print once and end it."""
     forgiving_output()
     _load_mpi(parser.prog)
     fault = told = None

@@ -1,4 +1,4 @@
-"""The flags of zmpi.train, and what contradicts what among them."""
+"""The flags of zmpi.train, and which of them contradict each other."""
 
 from zmpi.cli.model_flags import add_model_flags
 from zmpi.cli.optimizer_flags import add_optimizer_flags
@@ -13,10 +13,10 @@ def add_train_flags(flags):
     add_model_flags(flags.add_argument_group("model"))
     _training_flags(flags.add_argument_group("training"))
     add_optimizer_flags(flags.add_argument_group("optimizer"))
-    run = flags.add_argument_group("how it is run")
+    run = flags.add_argument_group("execution")
     _state_flags(run)
     add_shared(run, *STEP_FLAGS, *WORLD_FLAGS)
-    _output_flags(flags.add_argument_group("what is kept"))
+    _output_flags(flags.add_argument_group("output"))
 
 
 def _training_flags(group):
@@ -60,7 +60,7 @@ def _output_flags(group):
         help="folder of checkpoints, one job at a time (default: none)",
     )
     add("--save-every", type=whole(1), help="steps between checkpoints (default: at the end only)")
-    add("--keep", type=whole(1), help="checkpoints that are kept (default: 3)")
+    add("--keep", type=whole(1), help="number of checkpoints to keep (default: 3)")
     add(
         "--resume",
         action="store_true",
@@ -77,9 +77,9 @@ def _output_flags(group):
 
 
 def refuse(args):
-    """Flags that contradict each other: never quietly ignored."""
+    """Raise ValueError for flags that contradict each other, rather than ignore one."""
     if args.schedule == "constant" and args.decay_steps is not None:
-        raise ValueError("--decay-steps: --schedule constant has none")
+        raise ValueError("--decay-steps: does not apply to --schedule constant")
     both = args.decay_steps is not None and args.optimizer in OPTIMIZERS
     if both and not args.resume and args.decay_steps <= args.warmup:
         raise ValueError(
@@ -90,12 +90,12 @@ def refuse(args):
             raise ValueError(f"--{name.replace('_', '-')}: needs --checkpoint DIR")
     if args.resume and args.init_from:
         raise ValueError(
-            "--init-from: --resume takes the weights from the checkpoint; give one of the two"
+            "--init-from: --resume takes the weights from the checkpoint; use only one of them"
         )
 
 
 def check_outputs(args):
-    """Raise ValueError, before anything is run, where a file could not be written or is named twice."""
+    """Raise ValueError, before the run, if a file cannot be written or is given twice."""
     others = {
         "--data": None if args.data == "builtin" else args.data,
         "--checkpoint": args.checkpoint,
