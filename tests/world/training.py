@@ -5,12 +5,10 @@ Shapes: b sequences, T positions. Sizes are chosen so that they do not divide: u
 
 import numpy as np
 
-from models import GPT, MLP, plain_step, plain_weights, unit_of, units
-from models.layer import forward_backward, zeros_like
-from zmpi import Policy, World, ZeRO
-from zmpi.core.layout import Layout
-from zmpi.numbers.optim import SGD, AdamW, Slice
-from zmpi.numbers.precision import RECIPES
+from models import GPT, MLP, plain_step, unit_of
+from zmpi import World, ZeRO
+from zmpi.numbers.optim import SGD, AdamW
+from zmpi.proof import plain
 
 STAGES = (0, 1, 2, 3)
 
@@ -104,54 +102,22 @@ def assert_same_bits(one, other, what=""):
         assert array.tobytes() == other[2][name].tobytes(), (what, name)
 
 
-class Plain:
-    """One process without ZeRO: the plain loop of models/layer.py, and zmpi.numbers.optim over units padded as at one rank.
-
-    In 16 bits, where an overflow skips the step, the loop is written out again here, with the three roundings of the
-    recipe: weights before they are used, the partial gradient of each micro-batch, and their float32 sum.
-    """
+class Plain(plain.Plain):
+    """The plain loop that zmpi.verify has; where nothing is rounded, a step is models.plain_step's."""
 
     def __init__(self, model, optimizer, seed=0, precision="float32"):
-        self.model, self.optimizer, self.recipe = model, optimizer, RECIPES[precision]
-        wide = self.recipe.master
-        self.layouts = {
-            unit: Layout(unit, spec.prefix, spec.shapes, shards=1)
-            for unit, spec in units(model).items()
-            if spec.shapes
-        }
-        self.empty = {unit: {} for unit in units(model)}  # of layers without parameters
-        self.masters = self._vectors(plain_weights(model, seed, wide))
-        self.moments = {
-            u: {n: np.zeros_like(v) for n in optimizer.moments} for u, v in self.masters.items()
-        }
-        self.scaler = Policy(precision).scaler()
-        self.updates, self.norm = 0, None
+        super().__init__(model, optimizer, precision, seed)
 
     def step(self, micro_batches):
         """The mean loss before the update."""
-        if self.recipe.own_master:
-            weights = self.empty | {
-                unit: self.layouts[unit].views(vector) for unit, vector in self.masters.items()
-            }
-            return plain_step(
-                self.model, weights, micro_batches, lambda w, dw: self._update(self._vectors(dw))
-            )
-        narrow = self.recipe.parameter
-        rounded = {u: v.astype(narrow).astype(self.recipe.compute) for u, v in self.masters.items()}
-        weights = self.empty | {
-            unit: self.layouts[unit].views(vector) for unit, vector in rounded.items()
-        }
-        counted = sum(int((targets >= 0).sum()) for _, targets in micro_batches)
-        sums, losses = {unit: np.zeros_like(vector) for unit, vector in self.masters.items()}, 0.0
-        for batch in micro_batches:
-            partial = zeros_like(weights)
-            losses += forward_backward(
-                self.model, weights, partial, batch, counted / self.scaler.scale
-            )
-            for unit, vector in self._vectors(partial).items():
-                sums[unit] += narrowed(vector, narrow)
-        self._update({unit: narrowed(vector, narrow) for unit, vector in sums.items()})
-        return losses / counted
+        if not self.recipe.own_master:
+            return super().step(micro_batches).loss
+        return plain_step(
+            self.model,
+            self.views(self.masters),
+            micro_batches,
+            lambda _, dw: self.update(self.vectors(dw, self.recipe.master)),
+        )
 
     def run(self, number, steps=3, **options):
         """(losses, norms, final parameters), as `train` gives them; `number` micro-batches a step."""
@@ -162,52 +128,13 @@ class Plain:
         return losses, norms, self.parameters()
 
     def parameters(self):
-        found = {}
-        for unit, layout in self.layouts.items():
-            stored = self.masters[unit].astype(self.recipe.parameter).astype(self.recipe.compute)
-            found |= {layout.prefix + name: view for name, view in layout.views(stored).items()}
-        return found
-
-    def _vectors(self, named):
-        """{unit: {name: array}} as padded flat vectors."""
-        vectors = {}
-        for unit, layout in self.layouts.items():
-            vectors[unit] = np.zeros(layout.padded, next(iter(named[unit].values())).dtype)
-            for name, view in layout.views(vectors[unit]).items():
-                view[...] = named[unit][name]
-        return vectors
-
-    def _update(self, gradients):
-        pieces = [0.0] * 192
-        for vector in gradients.values():
-            pieces = [
-                so_far + float(np.sum(piece.astype(np.float64) ** 2))
-                for so_far, piece in zip(pieces, np.split(vector, 192), strict=True)
-            ]
-        squares = 0.0
-        for piece in pieces:
-            squares += piece
-        self.norm, scale = squares**0.5 / self.scaler.scale, self.scaler.scale
-        overflow = not np.isfinite(self.norm)
-        self.scaler.after_step(overflow)
-        if overflow:
-            return
-        self.updates += 1
-        for unit, layout in self.layouts.items():
-            decayed = [
-                (a, b, len(layout.shapes[name]) >= 2)
-                for name, a, b in layout.spans(slice(0, layout.padded))
-            ]
-            owned = Slice(self.masters[unit], gradients[unit], self.moments[unit], decayed)
-            self.optimizer.update(
-                owned, self.updates, self.optimizer.clip_factor(self.norm) / scale
-            )
-
-
-def narrowed(vector, dtype):
-    """Rounded to 16 bits; what is too large becomes infinite, without a warning."""
-    with np.errstate(over="ignore"):
-        return vector.astype(dtype)
+        """{full name: array}, as the engine's `gathered` has them."""
+        named = self.views(self.stored())
+        return {
+            layout.prefix + name: array
+            for unit, layout in self.layouts.items()
+            for name, array in named[unit].items()
+        }
 
 
 def unit_names(model):

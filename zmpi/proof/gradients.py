@@ -41,9 +41,9 @@ def plain_gradient(trial, zero):
     deliver. Collective.
     """
     alone = trial.alone()
-    plain = Plain(alone)
+    plain = Plain.of(alone)
     with zero.gathered() as parameters:
-        weights = {
+        weights = plain.without | {
             unit: {
                 name: np.array(zero.world.device.get(parameters[layout.prefix + name]))
                 for name in layout.shapes

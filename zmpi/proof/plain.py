@@ -21,7 +21,7 @@ def plain_run(trial):
     """The Outcome of a trial of one rank, without an engine. Updated by zmpi.numbers.optim over units
     padded as at size 1.
     """
-    plain = Plain(trial)
+    plain = Plain.of(trial)
     steps = [plain.step(trial.data(step)) for step in range(TRIAL_STEPS)]
     final = {
         name: part.values.reshape(part.shape) for name, part in plain.named(plain.stored()).items()
@@ -32,30 +32,34 @@ def plain_run(trial):
 class Plain:
     """A model in training on one process: everything lies in whole vectors, {unit: vector}."""
 
-    def __init__(self, trial):
-        self.model, self.optimizer = trial.models[trial.model], trial.optimizer
-        self.recipe, self.scaler = RECIPES[trial.precision], Policy(trial.precision).scaler()
+    @classmethod
+    def of(cls, trial):
+        """What a trial runs, at its first step."""
+        return cls(trial.models[trial.model], trial.optimizer, trial.precision)
+
+    def __init__(self, model, optimizer, precision="float32", seed=TRIAL_SEED):
+        self.model, self.optimizer = model, optimizer
+        self.recipe, self.scaler = RECIPES[precision], Policy(precision).scaler()
         self.layouts = {
             unit: Layout(unit, spec.prefix, spec.shapes, 1)
-            for unit, spec in units(self.model).items()
+            for unit, spec in units(model).items()
+            if spec.shapes
         }
+        self.without = {unit: {} for unit in units(model)}  # views of layers without parameters
         # Drawn in float32, so that every precision starts from the same weights.
-        self.masters = self._vectors(
-            plain_weights(self.model, TRIAL_SEED, np.float32), self.recipe.master
-        )
+        self.masters = self.vectors(plain_weights(model, seed, np.float32), self.recipe.master)
         self.moments = {
             unit: {name: np.zeros_like(vector) for name in self.optimizer.moments}
             for unit, vector in self.masters.items()
         }
-        self.updates = 0
+        self.updates, self.norm = 0, None  # the norm of the last step's gradient, unscaled
 
     def step(self, micro_batches):
         """The step Taken from [(inputs, targets), ...]."""
-        sums, loss = self.gradient(self._views(self.stored(), self.recipe.compute), micro_batches)
+        sums, loss = self.gradient(self.views(self.stored()), micro_batches)
         gradients = {unit: _rounded(vector, self.recipe.gradient) for unit, vector in sums.items()}
-        norm = self._norm(gradients) / self.scaler.scale
-        self._update(gradients, norm)
-        return Taken(loss, self.named(gradients), norm, self.named(self.stored()))
+        self.update(gradients)
+        return Taken(loss, self.named(gradients), self.norm, self.named(self.stored()))
 
     def gradient(self, weights, micro_batches):
         """({unit: scaled gradient of the mean loss}, the mean loss) at these weights, {unit: {local
@@ -67,7 +71,7 @@ class Plain:
             partial = zeros_like(weights)
             divisor = counted / self.scaler.scale
             losses.append(forward_backward(self.model, weights, partial, batch, divisor))
-            for unit, vector in self._vectors(partial, self.recipe.partial).items():
+            for unit, vector in self.vectors(partial, self.recipe.partial).items():
                 sums[unit] += _rounded(vector, self.recipe.gradient)
         return sums, add_up(losses) / counted
 
@@ -83,11 +87,12 @@ class Plain:
                 found[layout.prefix + name] = Part.whole(view)
         return found
 
-    def _norm(self, gradients):
-        return add_up(sum(sums_of_squares(vector, PIECES) for vector in gradients.values())) ** 0.5
-
-    def _update(self, gradients, norm):
-        scale, overflow = self.scaler.scale, not np.isfinite(norm)
+    def update(self, gradients):
+        """Update the masters from {unit: scaled gradient}; one that is not finite is skipped."""
+        squares = sum(sums_of_squares(vector, PIECES) for vector in gradients.values())
+        scale = self.scaler.scale
+        self.norm = add_up(squares) ** 0.5 / scale
+        overflow = not np.isfinite(self.norm)
         self.scaler.after_step(overflow)
         if overflow:
             return
@@ -98,10 +103,10 @@ class Plain:
                 for name, start, stop in layout.spans(slice(0, layout.padded))
             ]
             owned = Slice(self.masters[unit], gradients[unit], self.moments[unit], decayed)
-            factor = self.optimizer.clip_factor(norm) / scale
+            factor = self.optimizer.clip_factor(self.norm) / scale
             self.optimizer.update(owned, self.updates, factor)
 
-    def _vectors(self, named, dtype):
+    def vectors(self, named, dtype):
         """{unit: {local name: array}} as padded flat vectors of a type."""
         vectors = {}
         for unit, layout in self.layouts.items():
@@ -110,9 +115,10 @@ class Plain:
                 view[...] = named[unit][name]
         return vectors
 
-    def _views(self, vectors, dtype):
-        return {
-            unit: self.layouts[unit].views(vector.astype(dtype, copy=False))
+    def views(self, vectors):
+        """{unit: {local name: array}} of whole vectors, in the type that is computed in."""
+        return self.without | {
+            unit: self.layouts[unit].views(vector.astype(self.recipe.compute, copy=False))
             for unit, vector in vectors.items()
         }
 
