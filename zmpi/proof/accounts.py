@@ -1,4 +1,4 @@
-"""P2, exact accounting: the elements and bytes that are moved, the bytes that are owned."""
+"""P2, exact accounting: the elements and bytes moved, and the bytes owned."""
 
 from zmpi.core.stages import STAGES, elements_moved, state_bytes
 from zmpi.messages.ledger import Moved
@@ -8,9 +8,7 @@ MOVING = ("all_gather", "reduce_scatter")
 
 
 def volumes_are_exact(trial):
-    """Elements and bytes of each collective equal the closed form, with one and with three micro-
-    batches.
-    """
+    """Each collective's elements and bytes equal the formula, with one and three micro-batches."""
     for reduction in trial.reductions:
         found = []
         for model in trial.models:
@@ -38,9 +36,7 @@ def volumes_are_exact(trial):
 
 
 def _moved(trial):
-    """Findings of one step: each unit's elements and bytes against the formula, and the padding of
-    all ranks.
-    """
+    """Findings of one step: each unit's elements and bytes, and the padding of all ranks."""
     zero = trial.make()
     zero.train_step(trial.data(0))
     booked, name = dict(zero.ledger.moved), trial.reduced(zero.comm.reduction)
@@ -63,7 +59,7 @@ def _moved(trial):
 
 
 def _padding(zero, payload, name):
-    """Findings of bytes without padding, over all ranks. Collective."""
+    """Findings of the bytes without padding, over all ranks. Collective."""
     totals = zero.comm.gather_scalars([*payload.values()]).sum(axis=0)
     itemsize = zero.policy.recipe.parameter.itemsize
     for total, kind in zip(totals, MOVING, strict=True):
@@ -75,7 +71,7 @@ def _padding(zero, payload, name):
 
 
 def _evaluated(zero, data, booked, name):
-    """Findings of an evaluation that is booked as the step's own."""
+    """Findings of an evaluation that is booked as the step's."""
     before = {key: (entry.elements, entry.bytes_sent) for key, entry in booked.items()}
     zero.evaluate(data)
     for key, entry in zero.ledger.moved.items():
@@ -86,10 +82,10 @@ def _evaluated(zero, data, booked, name):
 
 
 def _formula(zero, unit, micro_batches):
-    """{collective: (elements, bytes that this rank sends, padding included)} of one unit in a step.
+    """{collective: (elements, bytes sent by this rank, with padding)} of one unit per step.
 
-    A communicator may declare its bytes: `declared_bytes(kind, layout, itemsize, whole)` of one
-    call, where `whole` says that the gathered vector is one that a stage keeps whole.
+    A communicator may declare one call's bytes: `declared_bytes(kind, layout, itemsize, whole)`,
+    where `whole`: the stage keeps the gathered vector whole.
     """
     layout, comm = unit.layout, zero.comm
     calls = elements_moved(zero.stage, zero.schedule, {layout.name: 1}, micro_batches, comm.ordered)
@@ -105,7 +101,7 @@ def _formula(zero, unit, micro_batches):
 
 
 def state_is_exact(trial):
-    """Bytes of the live arrays that a rank owns equal the stage's formula over the padded sizes."""
+    """The bytes of a rank's owned arrays equal the stage's formula over the padded sizes."""
     found = []
     for model in trial.models:
         for stage in STAGES:

@@ -1,6 +1,4 @@
-"""How a check is carried out: whatever happens inside it ends in a row, or in one sentence, on all
-ranks.
-"""
+"""Runs a check: whatever happens inside ends in a row, or in one line, on all ranks."""
 
 from time import monotonic, sleep
 
@@ -9,22 +7,21 @@ import numpy as np
 from zmpi.proof.rows import Row
 from zmpi.proof.trial import sentence
 
-CHECK_PATIENCE = 5.0  # seconds in which the other ranks fail too, or reach the end of the check
+CHECK_PATIENCE = 5.0  # seconds for the other ranks to fail too, or reach the end of the check
 CHECK_POLL = 0.002  # seconds
 
 
 def conducted(check, promise, trial):
     """Yield the rows of check(trial); returns the trial for the next check. Collective.
 
-    An error that all ranks meet is a row. The next check then gets a communicator of its own, which
-    no message of this one reaches. An error that leaves other ranks waiting ends the run, with one
-    line.
+    An error on all ranks is a row. The next check then gets its own communicator, out of reach of
+    this one's messages. An error that leaves other ranks waiting ends the run, with one line.
     """
     world, fault = trial.world, ""
     with world.guard.waiting("the start of a check"):
         apart = world.mpi.Dup()
     try:
-        with np.errstate(all="ignore"):  # what is not a number is a figure, no warning
+        with np.errstate(all="ignore"):  # NaN is a figure, not a warning
             yield from check(trial)
     except Exception as error:
         fault = sentence(error)
@@ -40,9 +37,7 @@ def conducted(check, promise, trial):
 
 
 def _met(apart, world, fault):
-    """Every rank's fault ("": none), once all have ended the check. A rank with a fault does not
-    wait for ever.
-    """
+    """Every rank's fault or "", once all have ended the check. A rank with a fault may end all."""
     mine, everyone = np.array([bool(fault)], np.int64), np.empty(world.size, np.int64)
     began, request = monotonic(), apart.Iallgather(mine, everyone)
     with world.guard.waiting("the end of a check"):

@@ -1,6 +1,4 @@
-"""The sharded gradient of an engine, against finite differences and against the plain loop's
-gradient.
-"""
+"""An engine's sharded gradient, against finite differences and the plain loop's gradient."""
 
 import numpy as np
 
@@ -9,14 +7,13 @@ from zmpi.proof.outcome import parts
 from zmpi.proof.plain import Plain
 from zmpi.proof.rows import Finding, both, first_index, largest, named_index, off
 
-MOVE = 3e-6  # of the weights, along a direction of standard normal numbers
+MOVE = 3e-6  # step of the weights, along a direction of standard normal numbers
 
 
 def exact_slope(zero, data):
-    """(the gradient's slope along a random direction, that of finite differences), of an engine
-    that took one step.
+    """(slope by the gradient, slope by finite differences) along a random direction. Collective.
 
-    The optimizer left the weights as they were. The same on all ranks; collective.
+    For an engine after one step, with an optimizer that did not change the weights.
     """
     units = [*zero.units.values()]
     draws = [
@@ -37,9 +34,7 @@ def exact_slope(zero, data):
 
 
 def plain_gradient(trial, zero):
-    """{full name: Part} of the plain loop's gradient at the weights that the engine's gathers
-    deliver. Collective.
-    """
+    """{full name: Part} of the plain loop's gradient at the gathered weights. Collective."""
     alone = trial.alone()
     plain = Plain.of(alone)
     with zero.gathered() as parameters:
@@ -54,9 +49,7 @@ def plain_gradient(trial, zero):
 
 
 def gradient_at_gathered_weights(trial, zero, bound):
-    """The Finding of this rank's shards of the gradient against `plain_gradient`, each relative to
-    its array's largest.
-    """
+    """The Finding of this rank's gradient shards against `plain_gradient`, by array."""
     expected = plain_gradient(trial, zero)
     size = 0.0
     for unit in zero.units.values():

@@ -1,6 +1,4 @@
-"""P3, nothing kept: real lifetimes, by weak references and by what NumPy's (or CuPy's) memory
-holds.
-"""
+"""P3, nothing kept: real lifetimes, by weak references and by NumPy's (or CuPy's) memory."""
 
 import tracemalloc
 import weakref
@@ -16,14 +14,14 @@ PASSING = ("full", "partial", "widened", "sum")  # kinds that live within a step
 
 
 class Counting(Ledger):
-    """A ledger that also counts how many arrays of each kind are alive, by weak references."""
+    """A ledger that also counts the live arrays of each kind, by weak references."""
 
     def __init__(self):
         super().__init__()
         self.living, self.most = Counter(), Counter()
 
     def track(self, kind, array):
-        """Count the array until its memory is given back."""
+        """Count the array until its memory is freed."""
         self.living[kind] += 1
         self.most[kind] = max(self.most[kind], self.living[kind])
         weakref.finalize(array, self._count_down, kind).atexit = False
@@ -34,9 +32,7 @@ class Counting(Ledger):
 
 
 def nothing_is_kept(trial):
-    """At stage 3 at most prefetch + 1 full vectors are alive, none after a step; memory holds what
-    is named, no more.
-    """
+    """At stage 3 at most prefetch + 1 full vectors live, none after a step; no unnamed memory."""
 
     class Counted(trial.engine):
         make_ledger = Counting
@@ -55,10 +51,9 @@ def nothing_is_kept(trial):
 
 
 def _looked_at(trial):
-    """{moment: (full vectors alive at most, vectors of a step that are alive, unnamed bytes)} of
-    two steps.
+    """{moment: (most live full vectors, live vectors of a step, unnamed bytes)} of two steps.
 
-    Bytes are counted after the second step: tracing takes longer than the step.
+    Bytes are counted only after the second step: tracing takes longer than the step.
     """
     before, figures = trial.world.device.held_bytes(), {}
     zero = trial.make()
@@ -73,9 +68,7 @@ def _looked_at(trial):
 
 
 def _alive(zero, before):
-    """What is alive now. `before`: the bytes that were held before the engine; None: they are not
-    counted.
-    """
+    """What is alive now. `before`: bytes held before the engine was made; None: do not count."""
     ledger, device, unnamed = zero.ledger, zero.world.device, 0
     left = {kind: ledger.living[kind] for kind in PASSING}
     if before is not None:  # pinned memory is the host's
@@ -85,7 +78,7 @@ def _alive(zero, before):
 
 
 def _row(trial, figures):
-    """The Row of what all ranks saw. Collective."""
+    """The Row of all ranks' results. Collective."""
     everyone = trial.world.share(figures)
     wrong = ""
     for moment in figures:

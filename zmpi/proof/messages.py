@@ -1,9 +1,8 @@
-"""P1, what a communicator delivers: every owner's shard by a gather, the sum over ranks by a
-reduction.
+"""P1, messages: a gather delivers every owner's shard, a reduction the sum over ranks.
 
-A communicator may round what it sends, in blocks that share a scale; it then declares `block`, the
-elements of one. An error is measured relative to the largest number of its block: for rounding to k
-steps on either side of zero it is at most 1 / 2k, whatever the weights are.
+A communicator may round its messages, in blocks that share a scale; it then declares `block`, the
+elements of one. Errors are relative to the block's largest number: rounding to k steps on each side
+of zero gives at most 1 / 2k, for any weights.
 """
 
 from time import sleep
@@ -14,15 +13,13 @@ from zmpi.messages.comm import Communicator
 from zmpi.proof.rows import CLOSE, Finding, both, judged
 from zmpi.proof.trial import TRIAL_STEPS
 
-LATE = 0.05  # seconds by which one rank enters a gather after the others
-LEARNED = 50  # steps after which losses are compared
+LATE = 0.05  # seconds by which one rank enters a gather late
+LEARNED = 50  # steps before losses are compared
 SCALE_BLOCK = 64  # elements, where a communicator declares nothing
 
 
 def messages_arrive(trial):
-    """Gathers and reductions of known numbers; and, where they are rounded, what that does to the
-    loss.
-    """
+    """Gathers and reductions of known numbers; and the effect on the loss if they are rounded."""
     gathered, reduced, where = [], [], trial.but(stage=3)
     for reduction in trial.reductions:
         zero = where.reduced(reduction).make()
@@ -57,7 +54,7 @@ def _gathered(zero, unit, name, tolerance):
 
 
 def _reduced(zero, unit, name, bound):
-    """The Finding of two reductions of a unit, the second one added onto the first."""
+    """The Finding of two reductions of a unit, the second added onto the first."""
     comm, layout, recipe = zero.comm, unit.layout, zero.policy.recipe
     ranks = [_numbers(layout.padded, [2, rank], recipe.gradient) for rank in range(comm.size)]
     device = zero.world.device
@@ -72,15 +69,13 @@ def _reduced(zero, unit, name, bound):
 
 
 def _numbers(length, seed, dtype):
-    """Numbers whose size changes from block to block, and no two ranks have the same."""
+    """Numbers of a different size in each block, different on every rank."""
     draw = np.random.default_rng(seed).standard_normal(length)
     return (draw * 2.0 ** -(np.arange(length) // SCALE_BLOCK % 5)).astype(dtype)
 
 
 def _block_error(comm, layout, numbers, where, bound):
-    """The Finding of (what arrived, what was to), each element relative to the largest of its block
-    in its shard.
-    """
+    """The Finding of (received, expected), each element relative to the largest of its block."""
     arrived, expected = (vector.reshape(-1, layout.shard_length) for vector in numbers)
     starts = np.arange(0, layout.shard_length, _block(comm))
     largest = np.maximum.reduceat(np.abs(expected), starts, axis=1)
@@ -101,7 +96,7 @@ def _block(comm):
 
 
 def _loss_follows(trial):
-    """The loss after some steps, beside that of the same run with messages that are not rounded."""
+    """The loss after some steps, next to that of the same run with exact messages."""
 
     class Exact(trial.engine):
         make_communicator = Communicator

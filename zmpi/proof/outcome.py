@@ -1,4 +1,4 @@
-"""What a run came to, step by step, and the first place where two runs differ."""
+"""The results of a run, step by step, and the first place where two runs differ."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from zmpi.proof.trial import TRIAL_STEPS
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a parameter's elements (or of its gradient's) that one rank holds, as float64."""
+    """The consecutive elements of a parameter (or its gradient) on one rank, as float64."""
 
     shape: tuple  # of the whole parameter
     first: int  # flat index of the first element
@@ -18,11 +18,11 @@ class Part:
 
     @classmethod
     def whole(cls, array):
-        """All of a parameter."""
+        """A whole parameter."""
         return cls(array.shape, 0, np.array(array, np.float64).ravel())
 
     def common(self, other):
-        """(first index, this part's values, the other's) of the elements that both hold."""
+        """(first index, this part's values, the other's) of the common elements."""
         first = max(self.first, other.first)
         stop = min(self.first + len(self.values), other.first + len(other.values))
         stop = max(first, stop)
@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Taken:
-    """One training step on this rank. A step's numbers come to be in this order."""
+    """One training step on this rank, its fields in the order in which they are computed."""
 
     loss: float
     gradients: dict  # {full name: Part}, summed over ranks
@@ -45,26 +45,24 @@ class Taken:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run on this rank: its steps, and the whole model as `gathered` gave it at the end."""
+    """A run on this rank: its steps, and the whole model at the end, by `gathered`."""
 
-    run: str  # which one, in words
+    run: str  # description of the run
     steps: list
     final: dict  # {full name: array}
 
     def difference(self, other):
-        """The largest relative difference of a loss, a norm, or an array of the final weights. 0.0:
-        the same bits.
-        """
+        """The largest relative difference of losses, norms and weights; 0.0: the same bits."""
         mine, its = (np.array([(t.loss, t.norm) for t in run.steps]) for run in (self, other))
         pairs = [*zip(mine.T, its.T, strict=True)]
         pairs += [(array, other.final[name]) for name, array in self.final.items()]
         return float(np.max([off(*pair) for pair in pairs]))
 
     def compared(self, other, reference, bound=0.0):
-        """The Finding of the first number that is further off than `bound`, relative.
+        """The Finding of the first number that is off by more than `bound`, relative.
 
-        Losses, norms and weights decide whether there is one; a gradient that differs before them
-        is named instead.
+        Losses, norms and weights decide whether there is one; if a gradient differs before them,
+        it is named instead.
         """
         size = self.difference(other)
         found = [*self._findings(other, reference, bound)] if not size or not size <= bound else []
@@ -75,11 +73,10 @@ class Outcome:
         return Finding(size or decisive[0].size, f"{self.run}, {first.where}", first.order)
 
     def drifted(self, other, reference, tolerance):
-        """The Finding of a run whose messages are rounded: its losses, and how far its own weights
-        are from the other's.
+        """The Finding of a run with rounded messages: its losses, and its weights' distance.
 
-        Weights are compared as one vector, relative to the length of the whole model's: an element
-        that starts at zero takes its first steps by the sign of a gradient that may be all
+        Weights are compared as one vector, relative to the length of the whole model's: the first
+        updates of an element that starts at zero follow a gradient's sign, which may be all
         rounding.
         """
         losses = [
@@ -100,7 +97,7 @@ class Outcome:
         return Finding(size, found.where or text, found.order)
 
     def _findings(self, other, reference, bound):
-        """(Finding, whether it decides), in the order in which the numbers came to be."""
+        """Yield (Finding, whether it decides), in the order in which numbers are computed."""
         for step, (mine, its) in enumerate(zip(self.steps, other.steps, strict=True), 1):
             stages = (
                 ("loss", mine.loss, its.loss),
@@ -125,9 +122,7 @@ def _whole(arrays):
 
 
 def _compared(kind, here, there, reference, bound):
-    """Findings among two numbers, or among the Parts of two {name: Part}; at most one of each
-    array.
-    """
+    """Findings between two numbers, or two {name: Part}, at most one per array."""
     if not isinstance(here, dict):
         here, there = {"": Part((), 0, np.array([here]))}, {"": Part((), 0, np.array([there]))}
     for place, (name, part) in enumerate(here.items()):
@@ -143,7 +138,7 @@ def _compared(kind, here, there, reference, bound):
 
 
 def parts(layout, part, vector):
-    """{full name: Part} of a vector that holds a slice of a unit's."""
+    """{full name: Part} of a slice of a unit's vector."""
     found = {}
     for name, start, stop in layout.spans(part):
         first = part.start + start - layout.offsets[name]
@@ -167,7 +162,7 @@ def run(trial):
 
 
 def _taken(zero):
-    """The engine's last step: what this rank holds of it, without a message."""
+    """This rank's part of the engine's last step, without communication."""
     gradients, weights, get = {}, {}, zero.world.device.get
     for unit in zero.units.values():
         gradients |= parts(unit.layout, unit.part, get(unit.summed))

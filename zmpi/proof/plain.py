@@ -1,8 +1,7 @@
-"""The same training without ZeRO, on one process: the loop of models/layer.py, over a trial's
-micro-batches.
+"""The same training without ZeRO, on one process: models/layer.py's loop over a trial's data.
 
-In 16 bits the loop makes the three roundings of the recipe: weights before they are used, the
-partial gradient of each micro-batch, and the float32 sum of those.
+In 16 bits it makes the recipe's three roundings: of weights before use, of each micro-batch's
+partial gradient, and of their float32 sum.
 """
 
 import numpy as np
@@ -18,9 +17,7 @@ from zmpi.proof.trial import TRIAL_SEED, TRIAL_STEPS
 
 
 def plain_run(trial):
-    """The Outcome of a trial of one rank, without an engine. Updated by zmpi.numbers.optim over units
-    padded as at size 1.
-    """
+    """The Outcome of a one-rank trial without an engine, with units padded as at size 1."""
     plain = Plain.of(trial)
     steps = [plain.step(trial.data(step)) for step in range(TRIAL_STEPS)]
     final = {
@@ -30,11 +27,11 @@ def plain_run(trial):
 
 
 class Plain:
-    """A model in training on one process: everything lies in whole vectors, {unit: vector}."""
+    """A model in training on one process, in whole vectors, {unit: vector}."""
 
     @classmethod
     def of(cls, trial):
-        """What a trial runs, at its first step."""
+        """A trial's model, before its first step."""
         return cls(trial.models[trial.model], trial.optimizer, trial.precision)
 
     def __init__(self, model, optimizer, precision="float32", seed=TRIAL_SEED):
@@ -62,9 +59,7 @@ class Plain:
         return Taken(loss, self.named(gradients), self.norm, self.named(self.stored()))
 
     def gradient(self, weights, micro_batches):
-        """({unit: scaled gradient of the mean loss}, the mean loss) at these weights, {unit: {local
-        name: array}}.
-        """
+        """({unit: scaled gradient of the mean loss}, the mean loss) at these weights."""
         counted = sum(int((targets >= 0).sum()) for _, targets in micro_batches)
         sums, losses = {unit: np.zeros_like(v) for unit, v in self.masters.items()}, []
         for batch in micro_batches:
@@ -76,7 +71,7 @@ class Plain:
         return sums, add_up(losses) / counted
 
     def stored(self):
-        """The parameters as they are stored: the masters, rounded."""
+        """The stored parameters: the masters, rounded."""
         return {u: _rounded(vector, self.recipe.parameter) for u, vector in self.masters.items()}
 
     def named(self, vectors):
@@ -107,7 +102,7 @@ class Plain:
             self.optimizer.update(owned, self.updates, factor)
 
     def vectors(self, named, dtype):
-        """{unit: {local name: array}} as padded flat vectors of a type."""
+        """{unit: {local name: array}} as flat padded vectors of a type."""
         vectors = {}
         for unit, layout in self.layouts.items():
             vectors[unit] = np.zeros(layout.padded, dtype)
@@ -124,6 +119,6 @@ class Plain:
 
 
 def _rounded(vector, dtype):
-    """In another type; what is too large becomes infinite, and is found in the norm."""
+    """Converted to another type; overflows become infinite, and show in the norm."""
     with np.errstate(over="ignore"):
         return vector.astype(dtype, copy=False)

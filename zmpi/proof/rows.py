@@ -1,18 +1,16 @@
-"""A row of the verifier's table, and what all ranks agree on before it is printed."""
+"""A row of the verifier's table, made from the findings of all ranks."""
 
 from dataclasses import dataclass
 from math import isnan
 
 import numpy as np
 
-CLOSE = 1e-5  # relative, where sums are ordered differently (DESIGN: promise P1)
+CLOSE = 1e-5  # relative, for sums in another order (DESIGN: promise P1)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: what was compared, how far it is off, whether that keeps the promise,
-    and where not.
-    """
+    """One line of the table: what was compared, the figure, whether it passed, and where not."""
 
     promise: str
     compared: str
@@ -26,9 +24,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """How far one rank found two things apart, and where; no `where`: not too far. The lowest
-    `order` came first.
-    """
+    """A difference found by one rank, and where; no `where`: small enough. Lowest `order` first."""
 
     size: float  # relative to the largest number; NaN where one of the two is not a number
     where: str = ""
@@ -36,10 +32,9 @@ class Finding:
 
 
 def judged(trial, promise, compared, findings, good="same bits", figure=None):
-    """The Row of the findings of all ranks; None is no finding. Collective: `findings` are this
-    rank's.
+    """The Row of all ranks' findings (None: no finding). Collective: `findings` are this rank's.
 
-    `good` is the figure where nothing is apart; `figure` says another size in words.
+    `good`: the figure if nothing differs; `figure`: formats another size.
     """
     found = [finding for finding in findings if finding]
     mine = min((f for f in found if f.where), key=lambda f: f.order, default=None)
@@ -57,7 +52,7 @@ def judged(trial, promise, compared, findings, good="same bits", figure=None):
 
 
 def as_count(size):
-    """A figure that counts things."""
+    """A count, as a figure."""
     return f"off by {size:,.0f}"
 
 
@@ -66,19 +61,17 @@ def _relative(size):
 
 
 def _most(sizes):
-    """The largest; NaN where one is not a number; 0.0 of none."""
+    """The largest; NaN if one is NaN; 0.0 if there are none."""
     return float(np.max([0.0, *sizes]))
 
 
 def largest(array):
-    """The largest magnitude in an array, 0.0 in an empty one."""
+    """The largest magnitude in an array; 0.0 if it is empty."""
     return float(np.max(np.abs(array))) if array.size else 0.0
 
 
 def off(here, there):
-    """The largest difference of two arrays, relative to the largest number in either: at most 2,
-    0.0 for the same bits.
-    """
+    """The largest difference of two arrays, relative to the largest number in either: 0 to 2."""
     if not np.any(here != there):
         return 0.0
     scale = np.maximum(largest(here), largest(there))  # np.maximum: NaN stays NaN
@@ -86,20 +79,18 @@ def off(here, there):
 
 
 def both(here, there, reference):
-    """Two numbers side by side, in words: with all their digits where nine do not tell them apart."""
+    """Two numbers as text, with all digits if nine do not distinguish them."""
     digits = 9 if f"{here:.9g}" != f"{there:.9g}" else 17
     return f"{here:.{digits}g} here, {there:.{digits}g} {reference}"
 
 
 def first_index(here, there, bound=0.0):
-    """The flat index of the first elements that are further apart than `bound`, or None. NaN is far
-    from everything.
-    """
+    """The flat index of the first elements that differ by more than `bound` (or NaN), or None."""
     apart = ~(np.abs(here - there) <= bound) if bound else here != there
     found = np.flatnonzero(apart)
     return int(found[0]) if len(found) else None
 
 
 def named_index(name, shape, flat):
-    """An element as NumPy writes it: "h.0.ln_1.bias[3]"."""
+    """An element in NumPy's notation: "h.0.ln_1.bias[3]"."""
     return f"{name}[{', '.join(str(int(i)) for i in np.unravel_index(flat, shape))}]"

@@ -1,6 +1,4 @@
-"""P5, nothing lost: a save and a load give every vector back, bit for bit, at another stage and on
-one rank too.
-"""
+"""P5, nothing lost: save and load restore every bit, also at another stage and on one rank."""
 
 import shutil
 import tempfile
@@ -14,9 +12,7 @@ COMPARED = "state after a save and a load, then one more step"
 
 
 def saving_loses_nothing(trial):
-    """Save after two steps; load at the same stage, at another, and on one rank; then one more
-    step.
-    """
+    """Save after two steps; load at the same stage, another, and on one rank; take another step."""
     world = trial.world
     folder = Path(world.share(tempfile.mkdtemp() if world.rank == 0 else None)[0])
     try:
@@ -35,7 +31,7 @@ def saving_loses_nothing(trial):
 
 
 def _round_trip(trial, folder):
-    """Findings of what a load brings back, against the engine that was saved."""
+    """Findings of a loaded engine against the saved one."""
     saved = trial.make()
     for step in range(TAKEN):
         saved.train_step(trial.data(step))
@@ -83,7 +79,7 @@ def _counters(zero):
 
 
 def _vectors(zero):
-    """{(kind, full name): Part} of what this rank holds of the weights and the moments."""
+    """{(kind, full name): Part} of this rank's weights and moments."""
     found = {}
     for unit in zero.units.values():
         kinds = {**unit.moments, "master": unit.master, "parameters": unit.parameters}

@@ -1,6 +1,4 @@
-"""P1, the data: sequence i of step s is a function of (seed, s, i), and micro-batch m of rank r is
-j = m x size + r.
-"""
+"""P1, the data: sequence i of a step depends on (seed, step, i) only, for any split over ranks."""
 
 import numpy as np
 
@@ -14,9 +12,7 @@ TOKENS = np.arange(60_000, dtype=np.uint16)
 
 
 def data_is_shared_out(trial):
-    """All ranks together see the sequences of one rank that takes the whole batch, in order, each
-    of them once.
-    """
+    """All ranks together see the sequences of one rank with the whole batch, in order, once."""
     text = Text(TOKENS[:50_000], TOKENS[50_000 : 50_000 + CONTEXT * 40], CONTEXT)
     size, found = trial.world.size, []
     for last_only in (False, True):
@@ -40,9 +36,7 @@ def data_is_shared_out(trial):
 
 
 def _starts(micro_batches, counted=False):
-    """The first token of each sequence of each micro-batch; `counted`: of those that have a counted
-    target.
-    """
+    """The first token of each micro-batch's sequences; `counted`: only with counted targets."""
     return [
         [
             int(row[0])
@@ -67,9 +61,7 @@ def _compared(where, here, expected):
 
 
 def _repeated(where, here, seen):
-    """Findings of micro-batches that came before, in this step or another: a draw from so many
-    places never repeats.
-    """
+    """Findings of repeated micro-batches: with so many positions, a draw never repeats."""
     for j, batch in enumerate(here):
         if tuple(batch) in seen:
             yield Finding(

@@ -1,6 +1,4 @@
-"""The optimizers as a textbook writes them, in float64 and one array at a time: nothing here is
-shared with zmpi.numbers.optim.
-"""
+"""The optimizers by the textbook, in float64, per array; shares nothing with zmpi.numbers.optim."""
 
 from math import cos, pi, sqrt
 
@@ -8,9 +6,7 @@ import numpy as np
 
 
 def rate(of, t):
-    """The learning rate of update t (from 1): linear up to `warmup`, then constant or half a cosine
-    down to lr/10.
-    """
+    """The learning rate of update t (from 1): linear warm-up, then constant or cosine to lr/10."""
     warm = min(1.0, t / of.warmup) if of.warmup else 1.0
     if of.schedule == "constant" or t <= of.warmup:
         return of.lr * warm
@@ -19,16 +15,12 @@ def rate(of, t):
 
 
 def clipped(of, norm):
-    """What every gradient is multiplied by, so that the global norm is at most `clip` (0: never
-    clipped).
-    """
+    """The factor on gradients that keeps the global norm within `clip` (0: off)."""
     return min(1.0, of.clip / norm) if of.clip and norm else 1.0
 
 
 def adamw(of, t, w, g, moments):
-    """AdamW (arXiv 1711.05101, algorithm 2): (new weights, new moments) of one array; matrices
-    alone decay.
-    """
+    """AdamW (arXiv 1711.05101, algorithm 2), where matrices decay: (new weights, new moments)."""
     decay = rate(of, t) * of.weight_decay if w.ndim >= 2 else 0.0
     m = of.beta1 * moments["m"] + (1 - of.beta1) * g
     v = of.beta2 * moments["v"] + (1 - of.beta2) * g**2
@@ -37,9 +29,7 @@ def adamw(of, t, w, g, moments):
 
 
 def sgd(of, t, w, g, moments):
-    """Gradient descent with heavy-ball momentum (Polyak 1964): (new weights, new moments) of one
-    array.
-    """
+    """Gradient descent with heavy-ball momentum (Polyak 1964): (new weights, new moments)."""
     decay = rate(of, t) * of.weight_decay if w.ndim >= 2 else 0.0
     if not of.momentum:
         return w - decay * w - rate(of, t) * g, {}

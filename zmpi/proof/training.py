@@ -21,9 +21,7 @@ def stages_agree(trial):
 
 
 def order_is_kept(trial):
-    """(b) Ordered, three micro-batches: each stage gives the bits of one rank, and of the loop
-    without ZeRO.
-    """
+    """(b) Ordered, three micro-batches: every stage gives one rank's bits, and the plain loop's."""
     split = trial.reduced("ordered").but(accumulate=3)
     runs = [run(split.but(stage=stage.number)) for stage in STAGES]
     references = {"one rank": run(split.alone().but(stage=0))}
@@ -41,9 +39,7 @@ def order_is_kept(trial):
 
 
 def narrow_types_follow(trial):
-    """(b) Training in 16 bits, with its loss scale and its roundings, gives the bits of the plain
-    loop in 16 bits.
-    """
+    """(b) Training in 16 bits, with loss scale and rounding, gives the plain loop's bits."""
     if trial.world.device.name != "cpu" or PIECES % trial.world.size:
         return
     found = []
@@ -69,9 +65,7 @@ def schedule_changes_nothing(trial):
 
 
 def evaluation_agrees(trial):
-    """An evaluation gives the loss that the training step on the same micro-batches gives before
-    its update.
-    """
+    """An evaluation gives the loss of a training step on the same data, before its update."""
     found = []
     for model in trial.models:
         for stage in STAGES:
@@ -86,11 +80,10 @@ def evaluation_agrees(trial):
 
 
 def gradient_is_right(trial):
-    """The sharded gradient of the global loss, in float64: against finite differences along a
-    random direction.
+    """The sharded gradient, in float64, against finite differences along a random direction.
 
     A communicator that rounds makes the loss a staircase: its gradient is compared with the plain
-    loop's at the weights that it delivers.
+    loop's, at the weights that it delivers.
     """
     found = []
     trial = trial.but(precision="float64", accumulate=2, optimizer=SGD(lr=0.0))
@@ -115,7 +108,7 @@ def gradient_is_right(trial):
 
 
 def _compared(trial, one, other, reference, bound=0.0):
-    """The Finding of two runs, of which messages that are rounded may make two."""
+    """The Finding of two runs, which rounded messages may make differ."""
     if trial.tolerance:
         return one.drifted(other, reference, trial.tolerance)
     return one.compared(other, reference, bound)

@@ -1,6 +1,4 @@
-"""Small runs to compare with each other: models whose sizes do not divide, different data on every
-rank.
-"""
+"""Small runs to compare: models whose sizes do not divide, and different data on every rank."""
 
 import traceback
 from contextlib import contextmanager
@@ -19,12 +17,12 @@ from zmpi.process.errors import Agreed, one_line
 
 TRIAL_STEPS = 3
 TRIAL_SEED = 7
-SMALL_CHUNKS = 5000  # of every collective: the GPT's units need several, the MLP's need one
+SMALL_CHUNKS = 5000  # bytes: the GPT's units need several chunks, the MLP's one
 SMALL_MODELS = {
     "GPT": GPT(layers=3, width=15, heads=3, context=7, vocab=29),
     "MLP": MLP(layers=2, width=5, context=3, vocab=11),
 }
-SMALL = (  # sizes of a model of one's own: those of the GPT above, or even ones
+SMALL = (  # sizes to try for your own model: those of the GPT above, or even ones
     {"layers": 3, "width": 15, "heads": 3, "context": 7, "vocab": 29},
     {"layers": 3, "width": 24, "heads": 4, "context": 8, "vocab": 32},
 )
@@ -34,7 +32,7 @@ LARGE = GPT(**LARGER)  # units stand out in a memory trace
 
 @dataclass(frozen=True)
 class Trial:
-    """What is run: an engine of class `engine` (ZeRO, or a changed one) on `world`, and how."""
+    """A run's settings: an engine of class `engine` (ZeRO, or a changed one) on `world`, ..."""
 
     world: World
     engine: type = ZeRO
@@ -46,8 +44,8 @@ class Trial:
     recompute: bool = False
     optimizer: object = AdamW(lr=3e-3, clip=0.5, warmup=2)
     models: dict = field(default_factory=lambda: dict(SMALL_MODELS))
-    large: object = LARGE  # the model of the checks of memory
-    tolerance: float = 0.0  # the relative error that P1's rows may have; 0.0: the same bits
+    large: object = LARGE  # the model for the memory checks
+    tolerance: float = 0.0  # the relative error allowed in P1's rows; 0.0: the same bits
 
     def but(self, **changes):
         """This trial with other settings."""
@@ -58,20 +56,18 @@ class Trial:
         return replace(self, world=self.world.twin(reduction=reduction))
 
     def alone(self):
-        """This trial on one rank, which takes the whole batch. Every rank runs it, each in a world
-        of its own.
-        """
+        """This trial on one rank with the whole batch; every rank runs it, in its own world."""
         return replace(
             self, world=self.world.twin(alone=True), accumulate=self.accumulate * self.world.size
         )
 
     @property
     def reductions(self):
-        """The reductions that the precision has."""
+        """The reductions possible in this precision."""
         return ("ordered",) if self.precision in ("float16", "bfloat16") else ("mpi", "ordered")
 
     def make(self):
-        """A fresh engine, whose collectives are cut into chunks of SMALL_CHUNKS."""
+        """A new engine, with collectives in chunks of SMALL_CHUNKS bytes."""
         policy = Policy(self.precision, self.prefetch, self.recompute)
         model = self.models[self.model]
         with self.named("making the engine"):
@@ -81,7 +77,7 @@ class Trial:
 
     @contextmanager
     def named(self, moment):
-        """An exception inside becomes Failed, which says in which run and when."""
+        """Turn an exception inside into Failed, which says in which run and when."""
         try:
             yield
         except Failed:
@@ -99,9 +95,7 @@ class Trial:
         ]
 
     def _micro_batch(self, step, j):
-        """Global micro-batch j: tokens of its own, ragged targets, and in the second one none that
-        counts.
-        """
+        """Global micro-batch j: its own tokens, ragged targets, and none counted in the second."""
         model, draw = self.models[self.model], np.random.default_rng([step, j])
         each = not one_target(model)  # every position has a target, or every window one
         inputs = draw.integers(0, model.vocab, (2 if each else 5, model.context))
@@ -111,7 +105,7 @@ class Trial:
         return inputs, targets
 
     def __str__(self):
-        """Which run this is, as the rows name it."""
+        """This run's name in the rows."""
         words = [
             f"stage {self.stage}",
             f"reduction {self.world.reduction}",
@@ -129,9 +123,7 @@ class Failed(Exception):
 
 
 def _tried(trial):
-    """A trial's engine class, with collectives in chunks of SMALL_CHUNKS (what is lost between two
-    chunks shows), and with errors that name the trial.
-    """
+    """A trial's engine class, with small chunks (errors at their borders show) and named errors."""
 
     class Tried(trial.engine):
         def make_communicator(self, *arguments):
@@ -151,9 +143,7 @@ def _tried(trial):
 
 
 def sentence(error):
-    """An exception in one line: what it is, and the last line of code outside of libraries that it
-    came through.
-    """
+    """An exception in one line, with the last line of code outside libraries that it passed."""
     if isinstance(error, (Failed, Agreed)):
         return one_line(error)
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,6 +1,4 @@
-"""P1, the update: learning rates, clipping, the norm and the optimizers, against a textbook in
-float64.
-"""
+"""P1, the update: learning rates, clipping, norm and optimizers, against a float64 textbook."""
 
 import numpy as np
 
@@ -26,9 +24,7 @@ CHANGE, WEIGHT = 1e-5, 4 * 2.0**-24
 
 
 def updates_are_right(trial):
-    """Learning rates and clipping alone, then whole updates in the trial's precision and in
-    float16.
-    """
+    """Learning rates and clipping, then whole updates in the trial's precision and in float16."""
     trial = trial.but(tolerance=0.0)  # each update is compared with its own gradients
     mine, known = trial.optimizer, tuple(TEXTBOOK)
     # One of your own that is an AdamW or an SGD is followed as such; another has the base class's
@@ -56,9 +52,7 @@ def updates_are_right(trial):
 
 
 def _numbers(optimizers):
-    """Findings of the first learning rate and clip factor of each optimizer that are not the
-    textbook's.
-    """
+    """Findings of each optimizer's first learning rate and clip factor that are wrong."""
     for optimizer in optimizers:
         name = type(optimizer).__name__
         pairs = [
@@ -81,9 +75,7 @@ def _numbers(optimizers):
 
 
 def _followed(trial):
-    """(Finding of the norm, Finding of the weights) of UPDATES steps, each from the engine's own
-    gradients.
-    """
+    """(Finding of the norm, Finding of the weights) of UPDATES steps, from their own gradients."""
     zero = trial.make()
     norms, weights = [Finding(0.0)], [Finding(0.0)]
     for step in range(UPDATES):
@@ -111,7 +103,7 @@ def _followed(trial):
 
 
 def _updated(optimizer, t, norm, gradient, states):
-    """The Finding of one update of the stretch of a parameter that this rank owns, or None."""
+    """The Finding of one update of a parameter's elements that this rank owns, or None."""
     (name, part), (before, now) = gradient, states
     # of as many dimensions as the parameter: what may decay
     decays = np.zeros((1,) * max(1, len(part.shape)))
@@ -146,7 +138,7 @@ def _state(zero, unit):
 
 
 def _gradient(zero, unit):
-    """{full name: Part} of this rank's shard of the last step's gradient, without the loss scale."""
+    """{full name: Part} of this rank's shard of the last gradient, without the loss scale."""
     found = parts(unit.layout, unit.part, zero.world.device.get(unit.summed))
     for part in found.values():
         part.values[...] /= zero.last.loss_scale
@@ -154,9 +146,7 @@ def _gradient(zero, unit):
 
 
 def _skipped(trial):
-    """Findings of a float16 step whose gradients overflow: nothing is updated, and the scale is
-    halved.
-    """
+    """Findings of a float16 step that overflows: nothing is updated, and the scale is halved."""
     one = trial.but(precision="float16", model=[*trial.models][-1])
     zero = one.make()
     zero.scaler.scale = zero.scaler.HIGHEST
@@ -185,7 +175,7 @@ def _skipped(trial):
 
 
 def _first(findings):
-    """One Finding of several: the largest size, and the first that is too far off."""
+    """One Finding from several: the largest size, and the first that is too large."""
     size = max(finding.size for finding in findings)
     wrong = [finding for finding in findings if finding.where]
     return Finding(size, wrong[0].where, wrong[0].order) if wrong else Finding(size)

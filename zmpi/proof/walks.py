@@ -1,14 +1,10 @@
-"""P2, the walk: a schedule gathers, frees and reduces what the layers need, whatever order it
-chooses.
-"""
+"""P2, the walk: a schedule gathers, frees and reduces what the layers need, in any order."""
 
 from zmpi.proof.rows import Finding, as_count, judged
 
 
 def walks_are_whole(trial):
-    """Every unit is gathered before it is needed, freed after, and reduced once, when its gradient
-    is complete.
-    """
+    """Units are gathered before use, freed after, and reduced once their gradient is complete."""
     found = []
     for model in trial.models:
         zero = trial.but(model=model).make()
@@ -27,7 +23,7 @@ def walks_are_whole(trial):
 
 
 def _order(schedule, layers):
-    """What is wrong with the order of the two passes, in words."""
+    """What is wrong with the order of the two passes, as texts."""
     order = [*range(len(layers))]
     forward = [visit.layer for visit in schedule if visit.forward]
     backward = [visit.layer for visit in schedule if visit.backward]
@@ -38,7 +34,7 @@ def _order(schedule, layers):
 
 
 def _moves(schedule, layers):
-    """What is wrong with the gathers and frees, in words."""
+    """What is wrong with the gathers and frees, as texts."""
     held = {}  # unit -> the visit that gathered it
     for i, visit in enumerate(schedule):
         needs = visit.unit is not None and (
@@ -55,7 +51,7 @@ def _moves(schedule, layers):
 
 
 def _reductions(schedule):
-    """What is wrong with the reductions, in words."""
+    """What is wrong with the reductions, as texts."""
     complete = {v.unit: i for i, v in enumerate(schedule) if v.backward and v.unit is not None}
     for unit, last in complete.items():
         visits = [i for i, v in enumerate(schedule) if v.reduce and v.unit == unit]
