@@ -1,1 +1,1 @@
-"""The command line: flags, how a run begins and resumes, what it prints and logs."""
+"""The command line: flags, starting and resuming a run, output and logs."""

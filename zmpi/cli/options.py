@@ -13,12 +13,12 @@ from zmpi.process.launch import launched_rank
 from zmpi.process.streams import check_printed, forgiving_output
 
 
-class Told(Exception):
+class HelpText(Exception):
     """The text of --help or --version, for one rank to print."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that neither prints nor exits: it raises UsageError, or Told."""
+    """An argument parser that neither prints nor exits: it raises UsageError, or HelpText."""
 
     def __init__(self, command, description):
         super().__init__(
@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         self._said += message
 
     def exit(self, status=0, message=None):
-        raise Told(self._said)
+        raise HelpText(self._said)
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -168,8 +168,8 @@ def alone(command):
     try:
         try:
             yield
-        except Told as told:
-            print(told, end="")
+        except HelpText as text:
+            print(text, end="")
         check_printed()
     except KeyboardInterrupt:
         print(f"{command}: ended by SIGINT", file=sys.stderr, flush=True)

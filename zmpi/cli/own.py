@@ -81,7 +81,7 @@ def _imported(flag, file):
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ValueError(f"{flag}: {file} cannot be imported: {_told(error)}") from error
+        raise ValueError(f"{flag}: {file} cannot be imported: {_error_text(error)}") from error
     return module
 
 
@@ -109,7 +109,7 @@ def call(flag, place, found, given, defaults):
         name, colon, rest = str(error).partition(":")
         if isinstance(error, ValueError) and colon and name in values:
             raise ValueError(f"--{name.replace('_', '-')}:{rest} ({flag} {place})") from error
-        raise ValueError(f"{flag}: {place}: {_told(error)}") from error
+        raise ValueError(f"{flag}: {place}: {_error_text(error)}") from error
 
 
 def accepts(found, name):
@@ -118,7 +118,7 @@ def accepts(found, name):
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _told(error):
+def _error_text(error):
     """An exception as text, with the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     frames = [f for f in frames if f.filename != __file__ and "<frozen" not in f.filename]

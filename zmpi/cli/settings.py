@@ -9,7 +9,7 @@ from typing import Any
 
 from zmpi.cli.model_flags import DEFAULT_SIZES
 from zmpi.cli.optimizer_flags import HYPERPARAMETERS, build_optimizer
-from zmpi.cli.options import Parser, Told
+from zmpi.cli.options import HelpText, Parser
 from zmpi.cli.own import FileClass
 from zmpi.cli.resume import SAVED
 from zmpi.cli.train_flags import add_train_flags
@@ -91,7 +91,7 @@ def _both_flags(a, b):
     a, b = (argv[1:] if argv and not argv[0].startswith("-") else argv for argv in (a, b))
     try:
         one, other = _flags(a), _flags(b)
-    except (UsageError, Told, ValueError):
+    except (UsageError, HelpText, ValueError):
         return {"argv": " ".join(a)}, {"argv": " ".join(b)}
     common = [name for name in one if name in other]
     return tuple(
@@ -111,7 +111,7 @@ def _flags(words):
         values["heads"] = DEFAULT_SIZES["heads"]
     if args.resume:
         elsewhere |= {*SAVED}
-    elif not isinstance(args.optimizer, FileClass):  # its own defaults, and where the decay ends
+    elif not isinstance(args.optimizer, FileClass):  # its own defaults, and the decay's end
         hyperparameters = asdict(build_optimizer(args))
         values |= hyperparameters
         given = {*given, *hyperparameters}

@@ -1,6 +1,6 @@
 """How a command on all ranks starts: every rank parses the command line, one prints."""
 
-from zmpi.cli.options import FileName, Told
+from zmpi.cli.options import FileName, HelpText
 from zmpi.cli.own import FileClass, load_class
 from zmpi.core.engine import ZeRO
 from zmpi.messages.comm import Communicator
@@ -20,24 +20,24 @@ def start_command(parser, argv):
     """(arguments, world) of the command. --help, --version and errors print once and end it."""
     forgiving_output()
     _load_mpi(parser.prog)
-    fault = told = None
+    fault = help_text = None
     settings = {"device": "cpu"}
     try:
         args = parser.parse_args(argv)
         settings = {name: getattr(args, name) for name in WORLD if hasattr(args, name)}
     except UsageError as error:
         fault = error
-    except Told as text:
-        told = text
+    except HelpText as text:
+        help_text = text
     world = World(**settings)  # arms the guard: rank 0 prints an error, and all ranks end
     with world.agreed():
         if fault:
             raise ValueError(str(fault))
-    same_on_all_ranks(world, {"--help": "given" if told else "not given"})
-    if told:
+    same_on_all_ranks(world, {"--help": "given" if help_text else "not given"})
+    if help_text:
         with world.agreed():
             if world.rank == 0:
-                print(told, end="")
+                print(help_text, end="")
             check_printed()
         raise SystemExit(0)
     flags = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}

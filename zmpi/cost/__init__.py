@@ -1,1 +1,1 @@
-"""What a stage costs: measured in a run, counted in a dry one, planned, and drawn."""
+"""What a stage costs: measured, counted in a dry run, planned, and plotted."""

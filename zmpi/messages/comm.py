@@ -200,7 +200,7 @@ class Communicator:
         return self._rows[key]
 
     def _book(self, kind, layout, calls, itemsize):
-        """Book what is sent to each other owner: by a gather the own slice, by a reduction its."""
+        """Book the bytes sent to each other owner: our slice in a gather, theirs in a reduction."""
         others, own = self.shards - 1, layout.padding(layout.shard(self.shard))
         sent = others * layout.shard_length * itemsize
         padding = (

@@ -1,1 +1,1 @@
-"""How a process starts, fails, ends and speaks: what stands below MPI and NumPy's arithmetic."""
+"""How a process starts, fails, ends and prints; below MPI and NumPy."""

@@ -29,18 +29,18 @@ def agreed(world):
 
 def same_on_all_ranks(world, settings):
     """Raise UsageError on all ranks for the first of {name: setting} that differs between ranks."""
-    mine = {name: _told(setting) for name, setting in settings.items()}
+    mine = {name: _shown(setting) for name, setting in settings.items()}
     everyone = world.share(mine)
-    for name, told in everyone[0].items():
+    for name, first in everyone[0].items():
         for rank, others in enumerate(everyone):
-            if others[name] != told:
+            if others[name] != first:
                 raise UsageError(
-                    f"{name}: expected the same on all ranks, got {told} on rank 0 and "
+                    f"{name}: expected the same on all ranks, got {first} on rank 0 and "
                     f"{others[name]} on rank {rank}"
                 )
 
 
-def _told(setting):
+def _shown(setting):
     """A setting as text, equal for equal settings; a long one as its checksum."""
     plain = isinstance(setting, (Number, str, dict)) or is_dataclass(setting)
     words = str(setting) if plain else type(setting).__name__

@@ -1,1 +1,1 @@
-"""What zmpi.verify checks, a file for each kind of evidence."""
+"""zmpi.verify's checks, one file per kind of evidence."""

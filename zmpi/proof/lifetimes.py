@@ -7,8 +7,8 @@ from collections import Counter
 from zmpi.messages.ledger import Ledger
 from zmpi.proof.rows import Row
 
-# Bytes that NumPy (or CuPy, in blocks of 512) may hold after a step beyond what is named: a third
-# of the large model's smallest unit.
+# Unnamed bytes that NumPy (or CuPy, in blocks of 512) may hold after a step: a third of the large
+# model's smallest unit.
 SLACK = 64 << 10
 PASSING = ("full", "partial", "widened", "sum")  # kinds that live within a step only
 
@@ -60,7 +60,7 @@ def _looked_at(trial):
     zero.ledger.most.clear()
     for step in (1, 2):
         zero.train_step(trial.data(step))
-        # Before anything else is gathered: an evaluation would free what the step has kept.
+        # Before the evaluation, which would free what the step kept.
         figures[f"after step {step}"] = _alive(zero, before if step == 2 else None)
         zero.evaluate(trial.data(step))
         figures[f"after the evaluation of step {step}"] = _alive(zero, None)

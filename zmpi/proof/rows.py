@@ -16,17 +16,17 @@ class Row:
     compared: str
     figure: str
     passed: bool
-    # Of a row that is not kept: stage, reduction, model, step, the first array and index that
-    # differ, both numbers.
+    # If it failed: stage, reduction, model, step, the first array and index that differ, and both
+    # numbers.
     where: str = ""
-    checked: bool = True  # False: it could not be checked here, and the figure says why
+    checked: bool = True  # False: not possible here, and the figure says why
 
 
 @dataclass(frozen=True)
 class Finding:
     """A difference found by one rank, and where; no `where`: small enough. Lowest `order` first."""
 
-    size: float  # relative to the largest number; NaN where one of the two is not a number
+    size: float  # relative to the largest number; NaN if either is NaN
     where: str = ""
     order: tuple = ()
 

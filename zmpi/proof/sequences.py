@@ -7,7 +7,7 @@ from zmpi.proof.trial import TRIAL_SEED
 from zmpi.text.data import Batches, Text
 
 CONTEXT, EACH, ACCUMULATE = 5, 2, 3  # tokens, sequences per micro-batch, micro-batches
-# each token is its own place: a window says where it starts
+# each token is its own position, so a window tells where it starts
 TOKENS = np.arange(60_000, dtype=np.uint16)
 
 

@@ -94,8 +94,8 @@ def gradient_is_right(trial):
         if trial.tolerance:
             found.append(gradient_at_gathered_weights(one, zero, trial.tolerance))
             continue
-        # 1e-6: the differences are off by the square of the step (1e-11) times a third derivative
-        # of some thousands
+        # 1e-6: finite differences are off by the squared step (1e-11) times a third derivative of a
+        # few thousand
         slope, expected = exact_slope(zero, one.data(0))
         size = abs(slope - expected) / abs(expected)
         if not size <= 1e-6:

@@ -8,8 +8,8 @@ from zmpi.proof.outcome import parts
 from zmpi.proof.rows import Finding, both, first_index, judged, largest, named_index, off
 
 UPDATES = 5
-# Clipping bites in the first and never does in the second, where a factor above 1 would show. Large
-# rates and decays: what is wrong stands out from float32's rounding.
+# The first clips, the second never does, so a factor above 1 would show. Large rates and decays
+# make errors stand out from float32's rounding.
 FOLLOWED = (
     AdamW(
         lr=0.05, warmup=2, schedule="cosine", decay_steps=4, clip=0.05, weight_decay=0.5, eps=1e-3
@@ -17,9 +17,9 @@ FOLLOWED = (
     SGD(lr=0.1, warmup=3, clip=1e3, weight_decay=0.1, momentum=0.9),
 )
 TEXTBOOK = {AdamW: textbook.adamw, SGD: textbook.sgd}
-# Relative, of one update's largest change and of the largest weight: some ten float32 operations in
-# another order, and the last bits of the sum. 1e-5 leaves a factor of ten; t + 1 for t = 5 is off
-# by 0.2.
+# Relative to one update's largest change, and to the largest weight: about ten float32 operations
+# in another order, and the sum's last bits. 1e-5 leaves a factor of ten; t + 1 for t = 5 is off by
+# 0.2.
 CHANGE, WEIGHT = 1e-5, 4 * 2.0**-24
 
 
@@ -27,8 +27,8 @@ def updates_are_right(trial):
     """Learning rates and clipping, then whole updates in the trial's precision and in float16."""
     trial = trial.but(tolerance=0.0)  # each update is compared with its own gradients
     mine, known = trial.optimizer, tuple(TEXTBOOK)
-    # One of your own that is an AdamW or an SGD is followed as such; another has the base class's
-    # rates, or its own.
+    # Follow your own subclass of AdamW or SGD as such; others have the base class's rates, or their
+    # own.
     followed = [*FOLLOWED, *[mine] * (isinstance(mine, known) and type(mine) not in known)]
     own_rates = not isinstance(mine, known) and type(mine).rate is not Optimizer.rate
     optimizers = followed if own_rates else [mine, *followed]
@@ -105,7 +105,7 @@ def _followed(trial):
 def _updated(optimizer, t, norm, gradient, states):
     """The Finding of one update of a parameter's elements that this rank owns, or None."""
     (name, part), (before, now) = gradient, states
-    # of as many dimensions as the parameter: what may decay
+    # with the parameter's number of dimensions, which decides decay
     decays = np.zeros((1,) * max(1, len(part.shape)))
     shape = (-1, *decays.shape[1:])
     g = part.values.reshape(shape) * textbook.clipped(optimizer, norm)
