@@ -28,7 +28,7 @@ TIMED_ROUNDS = 7  # of which the median counts
 def parser():
     """All flags."""
     flags = Parser(COMMAND, __doc__)
-    add_shared(flags.add_argument_group("how it is run"), *WORLD_FLAGS, timeout=60)
+    add_shared(flags.add_argument_group("execution"), *WORLD_FLAGS, timeout=60)
     return flags
 
 

@@ -24,16 +24,14 @@ LARGEST_BENCH = 1 << 26  # the most bytes read of a bench's JSON
 def parser():
     """All flags."""
     flags = Parser(COMMAND, __doc__)
-    what = flags.add_argument_group("what is planned")
+    what = flags.add_argument_group("a number of parameters")
     what.add_argument(
         "--params",
         type=real(1),
         help="number of parameters: only the state, by formula (default: a model's)",
     )
-    add_model_flags(
-        flags.add_argument_group("or a model, by a dry run (chosen by --layers)"), own=False
-    )
-    _how(flags.add_argument_group("how it is run"))
+    add_model_flags(flags.add_argument_group("or a model, by a dry run (with --layers)"), own=False)
+    _how(flags.add_argument_group("execution"))
     _questions(flags.add_argument_group("questions").add_argument)
     flags.set_defaults(layers=None)
     return flags

@@ -8,8 +8,8 @@ from zmpi.cli.shared_flags import STEP_FLAGS, WORLD_FLAGS, add_shared
 def add_bench_flags(flags):
     """Add all flags to the command's parser, in groups."""
     add_model_flags(flags.add_argument_group("model and data"))
-    _what(flags.add_argument_group("what is run"))
-    run = flags.add_argument_group("how it is run")
+    _what(flags.add_argument_group("workload"))
+    run = flags.add_argument_group("execution")
     add_shared(run, *STEP_FLAGS, *WORLD_FLAGS)
     _outputs(flags.add_argument_group("output").add_argument)
 
