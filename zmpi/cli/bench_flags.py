@@ -17,10 +17,10 @@ def add_bench_flags(flags):
 def _what(group):
     add = group.add_argument
     add_shared(group, "--data", "--optimizer")
-    add("--stages", default="0,1,2,3", help="ZeRO stages, with commas between")
+    add("--stages", default="0,1,2,3", help="ZeRO stages, separated by commas")
     add_shared(group, "--precision", "--micro-batch", "--accumulate")
     add("--warm-up", type=whole(1), default=2, help="steps before the clock starts")
-    add("--steps", type=whole(5), default=7, help="timed steps, the median of which counts")
+    add("--steps", type=whole(5), default=7, help="timed steps (their median counts)")
     add_shared(group, "--seed")
     add(
         "--sweep",

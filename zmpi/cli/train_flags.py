@@ -28,7 +28,7 @@ def _training_flags(group):
         "--eval-every",
         type=whole(0),
         default=0,
-        help=f"steps between evaluations of up to {EVALUATED} sequences (0: at the end only)",
+        help=f"steps between evaluations of up to {EVALUATED} sequences (0: only at the end)",
     )
 
 
@@ -46,7 +46,7 @@ def _state_flags(group):
         "--loss-scale-window",
         type=whole(1),
         default=Policy.loss_scale_window,
-        help="good steps before the loss scale doubles (float16 only)",
+        help="steps without overflow before the loss scale doubles (float16 only)",
     )
 
 
@@ -59,7 +59,7 @@ def _output_flags(group):
         metavar="DIR",
         help="folder of checkpoints, one job at a time (default: none)",
     )
-    add("--save-every", type=whole(1), help="steps between checkpoints (default: at the end only)")
+    add("--save-every", type=whole(1), help="steps between checkpoints (default: only at the end)")
     add("--keep", type=whole(1), help="number of checkpoints to keep (default: 3)")
     add(
         "--resume",
