@@ -32,7 +32,10 @@ class Layer:
         raise NotImplementedError
 
     def backward(self, w, dw, saved, dy):
-        """Add (`+=`) to dw; returns dx (the first layer: None). May overwrite saved and dy."""
+        """Add (`+=`) to dw; returns dx, or None from the first layer.
+
+        May overwrite saved and dy, and return dy.
+        """
         raise NotImplementedError
 
 

@@ -22,7 +22,7 @@ CHUNK_BYTES = 16 << 20  # over all ranks: MPI's collectives are fastest between 
 
 
 class Communicator:
-    """The collectives of one engine. The ledger books every call; one rank takes the same path.
+    """The collectives of one engine. The ledger books every call, on one rank too.
 
     `size` and `rank` say who computes which data, `shards` and `shard` who owns which slice: the
     same here. Vectors are flat and contiguous, of a Layout's padded length (full) or shard length

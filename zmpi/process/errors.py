@@ -2,7 +2,7 @@
 
 
 class Agreed(Exception):
-    """An error on all ranks at once: rank 0 prints one line, no traceback; all exit by `status`."""
+    """An error on all ranks: rank 0 prints one line, no traceback, and all exit with `status`."""
 
     status = 1
 
