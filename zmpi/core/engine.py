@@ -33,7 +33,7 @@ STAGE = Domain(highest=len(STAGES) - 1, whole=True, words="0, 1, 2 or 3")
 SEED = Domain(-inf, whole=True)
 
 
-def lets_go(walk):
+def drop_on_error(walk):
     """Decorate a walk through the layers: an exception drops everything not owned."""
 
     @wraps(walk)
@@ -98,7 +98,7 @@ class ZeRO:
 
     # -- the step ----------------------------------------------------------------------------------
 
-    @lets_go
+    @drop_on_error
     def train_step(self, micro_batches):
         """One update from this rank's micro-batches, [(inputs, targets), ...]; returns the loss.
 
@@ -177,7 +177,7 @@ class ZeRO:
             losses = [self.model.loss(self.forward(x), y, counted)[0] for x, y in batches]
             return add_up(self.comm.gather_scalars(losses).T.ravel()) / counted
 
-    @lets_go
+    @drop_on_error
     def forward(self, x, apply=lambda layer, w, x: layer.forward(w, x)[0]):
         """The last layer's output, with x = apply(layer, w, x) at each; gathers and frees."""
         for layer, visit in zip(self.model.layers, self.evaluation, strict=True):
