@@ -380,7 +380,10 @@ def test_a_resume_with_the_builtin_text_of_another_python_says_what_to_do(tmp_pa
     saved = {**described(old, "builtin"), "python": "3.99.1"}
     for entries, told in ((saved, r"Python 3\.99\.1"), (old.fingerprint, "another Python")):
         manifest = {"run": {"data": entries}}
-        message = f"--data: builtin is another text .*: crc32 .* with {told} there, .*use {told}, .*--data FILE"
+        message = (
+            f"--data: builtin is not the checkpoint's text: crc32 .* .the text in {told}; here: .*"
+            f"use {told}, .*--data FILE"
+        )
         with pytest.raises(ValueError, match=message):
             same_text(new, SimpleNamespace(data="builtin"), manifest)
         same_text(old, SimpleNamespace(data=str(tmp_path / "old.txt")), manifest)

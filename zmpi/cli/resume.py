@@ -159,7 +159,7 @@ def _other_python(source, saved):
     its = f"Python {saved['python']}" if "python" in saved else "another Python"
     here = platform.python_version()
     return (
-        f" (it comes with Python: {its} there, {here} here); use {its},"
+        f" (the text in {its}; here: Python {here}); use {its},"
         " or write its zmpi.text.data.builtin_text() to a file and use --data FILE"
     )
 

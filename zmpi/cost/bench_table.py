@@ -158,7 +158,7 @@ def _remarks(report):
 
 
 NOTES = """\
-✓ the measurement equals the formula (for arrays, the planner's dry run) to the byte; ≠ it does not.
+✓ the measurement equals the formula (for arrays, the planner's dry run) to the byte; ≠ not equal.
 The peak shows measured / planned. Skew (waiting for the slowest rank) and time in flight were
 measured with a barrier before each collective, which costs time: they need not add up to the time
 blocked without it."""
