@@ -8,9 +8,9 @@ Yours: five numbers after the file's name are layers, width, heads, context and 
 """
 
 import sys
-from math import prod
 
-from models import GPT, units
+from models import GPT
+from models.layer import parameter_count
 from zmpi.core.stages import STAGES, state_bytes
 from zmpi.numbers.precision import RECIPES
 
@@ -18,7 +18,7 @@ sizes = [int(size) for size in sys.argv[1:]] or [12, 768, 12, 1024, 50257]
 if len(sizes) != 5:
     raise SystemExit(f"expected layers, width, heads, context and vocabulary, got {sizes}")
 model = GPT(*sizes)
-parameters = sum(prod(shape) for spec in units(model).values() for shape in spec.shapes.values())
+parameters = parameter_count(model)
 
 for name in ("float16", "float32"):
     recipe = RECIPES[name]

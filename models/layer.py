@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -89,6 +90,11 @@ def units(model) -> dict[str, UnitSpec]:
                 shapes = f"shape {spec.shapes[name]} in one layer, {shape} in another"
                 raise ValueError(f"unit {unit}: {name} has {shapes}")
     return specs
+
+
+def parameter_count(model) -> int:
+    """The model's parameters, those of tied layers once."""
+    return sum(prod(shape) for unit in units(model).values() for shape in unit.shapes.values())
 
 
 def key_for(seed: int, prefix: str):

@@ -13,7 +13,7 @@ from zmpi import export, generate, train
 from zmpi.cli import resume
 from zmpi.core.layout import Layout
 from zmpi.process.errors import UsageError
-from zmpi.process.files import JSON_BYTES, read_json
+from zmpi.process.files import JSON_BYTES, read_file
 from zmpi.saving import pretrained
 from zmpi.saving.blocks import BlockWriter
 from zmpi.saving.found import identify, newest, read_checkpoint
@@ -256,7 +256,7 @@ def test_no_file_that_waits_or_never_ends_is_read(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="latest: not a regular file"):
         newest(tmp_path)
     with pytest.raises(ValueError, match="latest: not a regular file"):
-        read_json(tmp_path / "latest")
+        read_file(tmp_path / "latest", JSON_BYTES)
 
 
 @pytest.mark.parametrize("size", [1 << 40, 1 << 31, 10**9, True])

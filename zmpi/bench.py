@@ -4,11 +4,9 @@ import json
 import re
 import sys
 from contextlib import ExitStack, closing
-from math import prod
 from time import sleep
 
-from models import units
-from models.layer import one_target
+from models.layer import one_target, parameter_count
 from zmpi import __version__
 from zmpi.cli.bench_flags import add_bench_flags
 from zmpi.cli.model_flags import (
@@ -28,11 +26,11 @@ from zmpi.process.errors import UsageError
 from zmpi.process.machine import machine_facts
 from zmpi.process.output import Output
 from zmpi.process.streams import check_printed
+from zmpi.saving.checkpoint import MODEL_ATTRIBUTES
 from zmpi.text.data import Batches, load_text
 
 COMMAND = "zmpi.bench"
 LR = {"lr": 3e-3}
-ATTRIBUTES = ("depth", "width", "heads", "context", "vocab")
 
 
 def parser():
@@ -142,11 +140,9 @@ def _bench(args, world, stages, point):
             "point": point,
             "model": {
                 "kind": args.model,
-                **{name: getattr(model, name) for name in ATTRIBUTES if hasattr(model, name)},
+                **{name: getattr(model, name) for name in MODEL_ATTRIBUTES if hasattr(model, name)},
             },
-            "parameters": sum(
-                prod(shape) for unit in units(model).values() for shape in unit.shapes.values()
-            ),
+            "parameters": parameter_count(model),
             "recipe": workload.policy.recipe.bytes_per_parameter(len(workload.optimizer.moments)),
             "size": part.size,
             "micro_batch": workload.batches.micro_batch,

@@ -1,10 +1,9 @@
 """Builds the model from the command line."""
 
 import os
-from math import prod
 
 from models import GPT, MLP
-from models.layer import units
+from models.layer import parameter_count, units
 from zmpi.cli.options import named_as_flags, whole
 from zmpi.cli.own import FileClass, accepts, call, load_class, own_or
 from zmpi.core.stages import STAGES, state_bytes
@@ -110,9 +109,7 @@ def refuse_beyond_memory(args, model, world, stage):
     if world.device.name != "cpu":
         return
     ranks, (there, bound) = ranks_on_this_node(os.environ), node_memory()
-    parameters = sum(
-        prod(shape) for unit in units(model).values() for shape in unit.shapes.values()
-    )
+    parameters = parameter_count(model)
     state = state_bytes(STAGES[stage], parameters, world.size, RECIPES[args.precision])
     tokens = args.micro_batch * (model.context + 1)
     needed = {

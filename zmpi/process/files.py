@@ -48,11 +48,6 @@ def read_file(path, most):
         return file.read(size)
 
 
-def read_json(path, most=JSON_BYTES):
-    """The content of a JSON file; ValueError if it is too long, nested too deeply, or not JSON."""
-    return parse_json(read_file(path, most), path)
-
-
 def parse_json(content, path):
     """The content of JSON text (bytes); ValueError, naming the file, if it is not JSON."""
     try:
