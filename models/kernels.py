@@ -16,7 +16,7 @@ from models.attention import by_head
 from models.cuda import NOTHING, THREADS, contiguous, multiply, queue_kernel, wide
 from models.ops import EPS, flat_rows
 
-COLUMN_PARTS = 128  # parts of the rows in column sums: the same on every device
+PARTS = 128  # parts of the rows in column sums: the same on every device
 
 _launch = partial(queue_kernel, source=Path(__file__).with_name("kernels.cu"))
 
@@ -46,17 +46,8 @@ def linear_backward(dy, x, w_CF, dw_CF, db_F):
 def add_columns(x_NF, sum_F):
     """sum += x's rows, part by part."""
     N, F = x_NF.shape
-    partial = cupy.empty((COLUMN_PARTS, F), wide(x_NF))
-    _launch(
-        "column_sums",
-        x_NF.dtype,
-        COLUMN_PARTS * _whole_blocks(F),
-        x_NF,
-        partial,
-        N,
-        F,
-        COLUMN_PARTS,
-    )
+    partial = cupy.empty((PARTS, F), wide(x_NF))
+    _launch("column_sums", x_NF.dtype, PARTS * _whole_blocks(F), x_NF, partial, N, F, PARTS)
     _add_parts(partial, sum_F)
 
 
@@ -92,11 +83,9 @@ def gelu_backward(dy, x):
 
 def bias_gelu_backward(dy, slope, db_F):
     N, F = flat_rows(slope).shape
-    partial = cupy.empty((COLUMN_PARTS, F), wide(slope))
+    partial = cupy.empty((PARTS, F), wide(slope))
     arrays = _same(dy), contiguous(slope), partial
-    _launch(
-        "bias_gelu_backward", dy.dtype, COLUMN_PARTS * _whole_blocks(F), *arrays, N, F, COLUMN_PARTS
-    )
+    _launch("bias_gelu_backward", dy.dtype, PARTS * _whole_blocks(F), *arrays, N, F, PARTS)
     _add_parts(partial, db_F)
     return dy.reshape(slope.shape)
 
@@ -125,9 +114,9 @@ def layer_norm(x, gain_C, bias_C):
 def layer_norm_backward(dy, saved, gain_C, dgain_C, dbias_C):
     x_hat, rstd_N1 = saved
     N, C = flat_rows(x_hat).shape
-    partial = cupy.empty((COLUMN_PARTS, 2, C), rstd_N1.dtype)
+    partial = cupy.empty((PARTS, 2, C), rstd_N1.dtype)
     arrays = _same(dy), x_hat, rstd_N1, contiguous(gain_C), partial
-    _launch("layer_norm_backward", dy.dtype, COLUMN_PARTS * THREADS, *arrays, N, C)
+    _launch("layer_norm_backward", dy.dtype, PARTS * THREADS, *arrays, N, C)
     _add_parts(partial, dgain_C, dbias_C)
     return dy.reshape(x_hat.shape)
 

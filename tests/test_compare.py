@@ -14,7 +14,7 @@ from mpirun import run_world
 from zmpi.cli.logged import read_log
 from zmpi.cli.settings import differing_settings
 from zmpi.compare import main
-from zmpi.numbers.gap import gap
+from zmpi.numbers.gap import gap_between
 from zmpi.saving import compared
 from zmpi.saving.blocks import BlockWriter
 from zmpi.saving.found import newest
@@ -187,13 +187,22 @@ def test_a_parameter_in_chunks_is_compared_to_its_last_element(capsys, runs, mon
 def test_gaps_are_counted_in_steps_over_the_numbers_of_a_type():
     one = np.float32(1)
     after = np.nextafter(one, np.float32(2))
-    assert gap(one, after, "float32").ulps == 1 and gap(one, after, "float32").bits == 23
-    assert gap(1.0, math.nextafter(1.0, 0.0)).ulps == 1
+    assert (
+        gap_between(one, after, "float32").ulps == 1
+        and gap_between(one, after, "float32").bits == 23
+    )
+    assert gap_between(1.0, math.nextafter(1.0, 0.0)).ulps == 1
     tiny = np.nextafter(np.float32(0), one)
-    assert gap(tiny, -tiny, "float32").ulps == 2 and gap(tiny, -tiny, "float32").bits == 0
-    assert gap(0.0, -0.0).ulps == 0 and gap(0.0, -0.0).bits == 53
-    assert gap(3.0, 4.0).absolute == 1 and gap(3.0, 4.0).relative == 0.25
-    assert gap(1.0, math.inf) == gap(math.nan, 1.0) and gap(1.0, math.inf).ulps is None
+    assert (
+        gap_between(tiny, -tiny, "float32").ulps == 2
+        and gap_between(tiny, -tiny, "float32").bits == 0
+    )
+    assert gap_between(0.0, -0.0).ulps == 0 and gap_between(0.0, -0.0).bits == 53
+    assert gap_between(3.0, 4.0).absolute == 1 and gap_between(3.0, 4.0).relative == 0.25
+    assert (
+        gap_between(1.0, math.inf) == gap_between(math.nan, 1.0)
+        and gap_between(1.0, math.inf).ulps is None
+    )
 
 
 def header(size=1, argv="", **changed):

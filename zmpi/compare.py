@@ -13,7 +13,7 @@ from zmpi.cli.options import Parser, alone, file_name
 from zmpi.cli.run_log import json_number
 from zmpi.cli.settings import differing_settings
 from zmpi.cli.side_by_side import comparison_text
-from zmpi.numbers.gap import gap
+from zmpi.numbers.gap import gap_between
 from zmpi.process.errors import UsageError
 from zmpi.saving.compared import compare_checkpoints
 from zmpi.saving.found import read_checkpoint, with_newest
@@ -122,7 +122,7 @@ def _compared_numbers(a, b):
 
 def _gap_of(where, a, b, dtype="float64"):
     """Two numbers, where they are, and their Gap. None: a number that is not finite."""
-    apart = gap(*(inf if value is None else value for value in (a, b)), dtype)
+    apart = gap_between(*(inf if value is None else value for value in (a, b)), dtype)
     return {**where, "a": a, "b": b, **asdict(apart)}
 
 

@@ -16,7 +16,7 @@ class Gap:
     bits: int | None  # leading bits that agree: at most 24 in float32, 53 in float64
 
 
-def gap(a, b, dtype=np.float64):
+def gap_between(a, b, dtype=np.float64):
     """The Gap of two numbers in `dtype` (float32 or float64)."""
     dtype, a, b = np.dtype(dtype), float(a), float(b)
     absolute, largest, precision = abs(a - b), max(abs(a), abs(b)), np.finfo(dtype).nmant + 1
