@@ -171,7 +171,7 @@ def test_the_logs_of_a_flipped_weight_differ_from_the_next_step_on(capsys, runs)
     assert status == 1 and found["logs"]["settings"] == []
     assert found["logs"]["numbers"]["loss"]["first"]["step"] == 4
     logs = [runs / "whole.jsonl", runs / "flipped.jsonl"]
-    assert "no setting that differs explains it" in compare(capsys, *logs)[1].splitlines()[-1]
+    assert "no differing setting explains it" in compare(capsys, *logs)[1].splitlines()[-1]
     status, found = report(capsys, runs, "plain", "whole")
     assert status == 1 and found["logs"]["steps"]["only_b"] == {"count": 2, "first": 4, "last": 5}
 

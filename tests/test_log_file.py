@@ -105,7 +105,7 @@ def test_a_log_in_an_appended_stdout_and_a_validation_loss_that_is_not_finite(tm
     logged = [json.loads(line) for line in lines if line.startswith("{")]
     assert lines[0] == "precious" and [entry.get("step") for entry in logged] == [None, 1, 1, 1]
     (summary,) = [line for line in lines if line.startswith("loss ")]
-    assert summary.endswith("; validation not finite (nat per token)")
+    assert summary.endswith("; validation not finite (nats per token)")
     assert logged[2]["val_loss"] is None
     assert "zmpi.train: warning: step 1: the validation loss is " in ended.stderr
     assert "step-00000001-save-1" in names(tmp_path / "dir")

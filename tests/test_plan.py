@@ -291,7 +291,7 @@ def test_a_file_that_holds_no_doctor_is_one_line(text, capsys, tmp_path):
         plan.main(f"--layers 1 --ranks 2 {files}".split())
     out, err = capsys.readouterr()
     assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("zmpi.plan: error: --doctor: expected what zmpi.doctor --json FILE wrote")
+    assert err.startswith("zmpi.plan: error: --doctor: expected the JSON of zmpi.doctor")
 
 
 @pytest.mark.parametrize("text", NO_BENCH.values(), ids=NO_BENCH)
@@ -302,9 +302,7 @@ def test_a_file_that_holds_no_bench_is_one_line(text, capsys, tmp_path):
         plan.main(f"--layers 1 --ranks 2 --calibrate {tmp_path}/x.json".split())
     out, err = capsys.readouterr()
     assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(
-        "zmpi.plan: error: --calibrate: expected what zmpi.bench --json FILE wrote"
-    )
+    assert err.startswith("zmpi.plan: error: --calibrate: expected the JSON of zmpi.bench")
 
 
 @pytest.mark.parametrize("arguments", BAD)

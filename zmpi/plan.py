@@ -234,13 +234,13 @@ def _speed(args):
             raise UsageError("--calibrate: gives both speeds; leave out --flops and --bandwidth")
         links = None
         if args.doctor:
-            what = "zmpi.doctor --json FILE wrote on at least 2 ranks"
+            what = "zmpi.doctor on at least 2 ranks"
             links = _measured("--doctor", args.doctor, links_of, what)
-        what = "zmpi.bench --json FILE wrote on at least 2 ranks, with a stage that did not fail"
+        what = "zmpi.bench on at least 2 ranks, with a stage that did not fail"
         speed = _measured("--calibrate", args.calibrate, speed_of, what)
         return replace(speed, links=links)
     if (args.flops is None) != (args.bandwidth is None):
-        raise UsageError("--bandwidth: a step's time needs both it and --flops, got one of them")
+        raise UsageError("--bandwidth: a step's time needs --flops too, got only one of the two")
     return Speed(args.flops, args.bandwidth) if args.flops else None
 
 
@@ -253,7 +253,7 @@ def _measured(flag, path, read, what):
     try:
         return read(json.loads(text))
     except wrong:
-        raise UsageError(f"{flag}: expected what {what}; got {path}") from None
+        raise UsageError(f"{flag}: expected the JSON of {what}; got {path}") from None
 
 
 def _limits(setting, walk, memory):

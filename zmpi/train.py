@@ -256,7 +256,7 @@ def _not_printed():
     try:
         check_printed()
     except ValueError as error:
-        return f"{error}; not all was printed"
+        return f"{error}; some output was lost"
 
 
 def _warn(world, text):

@@ -53,7 +53,7 @@ def summary(zero, log, seconds):
     )
     held_out = f"; validation {_loss(evaluation['val_loss'])}" if evaluation else ""
     lines = [
-        f"loss    training {_loss(last['loss'])} at step {last['step']}{held_out} (nat per token)",
+        f"loss    training {_loss(last['loss'])} at step {last['step']}{held_out} (nats per token)",
         *_skipped(zero),
         f"speed   {last['tokens'] / seconds:,.0f} tokens/s (median step {seconds * 1e3:.1f} ms)",
         f"{'bytes per rank':24}{'formula':>16}{'measured, lowest and highest rank':>36}",

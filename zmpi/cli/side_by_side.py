@@ -11,8 +11,8 @@ from zmpi.process.table import in_columns
 ALWAYS_SHOWN = ("loss", "grad_norm", "val_loss")  # other numbers are shown only if they differ
 SHOWN_AS = {"master": "weights"}  # of a vector
 CELL_CHARACTERS = 40  # characters shown of a setting
-UNEXPLAINED = """no setting that differs explains it: look for another type of CPU, another BLAS, a
-file of your own that was changed, or a fault"""
+UNEXPLAINED = """no differing setting explains it: check for another type of CPU, another BLAS, a
+change in your own files, or a fault"""
 
 
 def comparison_text(report):

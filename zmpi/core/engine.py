@@ -209,7 +209,7 @@ class ZeRO:
 
     def _agree(self, losses, counted):
         """The Step, from all ranks' losses and pieces of the norm. Raises Agreed if not finite."""
-        assert not self.comm.in_flight, "a gather is under way at the update: of old weights"
+        assert not self.comm.in_flight, "a gather is under way at the update"
         squares = sum(unit.squares() for unit in self.units.values())  # unit after unit
         everyone = self.comm.gather_scalars([*losses, *squares])
         all_losses, all_squares = np.split(everyone, [len(losses)], axis=1)

@@ -26,7 +26,7 @@ def heading(report):
             f"machine {machine['cpu']}, {machine['cores']} core(s); {machine['system']},"
             f" Python {machine['python']}, NumPy {machine['numpy']},"
             f" device {machine['device']}; {machine['mpi']}",
-            f"{report['steps']} rounds after {report['warm_up']} to warm up, {_order(report)};"
+            f"{report['steps']} rounds after {report['warm_up']} warm-up rounds, {_order(report)};"
             " times are medians (lower - upper quartile)",
             "bytes are per rank, lowest to highest rank if they differ; other figures are rank 0's",
         ]
@@ -35,7 +35,7 @@ def heading(report):
 
 def _order(report):
     apart = report["one_after_the_other"]
-    return "one stage after the other" if apart else "with one step of every stage in each"
+    return "one stage after the other" if apart else "each with one step of every stage"
 
 
 def stage_rows(report):
@@ -80,7 +80,7 @@ def _speed_rows(report):
         ("speed", None),
         of("step", lambda row: seconds(row["step_s"])),
         of("", lambda row: quartiles(row["step_s_quartiles"], seconds)),
-        of(f"step, by that of stage {_first(report)}", _ratio_to_first),
+        of(f"step, relative to stage {_first(report)}", _ratio_to_first),
         of("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}"),
         of("blocked in communication", lambda row: percent(row["blocked_share"])),
         of("model FLOPs/s per rank", lambda row: _flops(row, lambda x: f"{x / 1e9:,.2f} G")),
@@ -93,7 +93,7 @@ def _speed_rows(report):
         lines.append(
             of(f"{name}: in flight", lambda row, kind=kind: spread(row["in_flight_s"][kind]))
         )
-    lines.append(of("gathers under way in products", _under_way))
+    lines.append(of("gathers during products", _under_way))
     lines.append(of("final loss", lambda row: f"{row['loss']:.6f}"))
     return lines
 

@@ -100,7 +100,7 @@ def _check_sizes(entries, path):
         for parameter in unit["parameters"]:
             shape, offset = parameter["shape"], parameter["offset"]
             if len(shape) > 32 or offset + prod(shape) > padded:  # GPU alignment leaves gaps
-                raise ValueError(f"{path}: units: {name}: {parameter['name']} is not within it")
+                raise ValueError(f"{path}: units: {name}: {parameter['name']} is outside the unit")
             names.add(unit["prefix"] + parameter["name"])
     if len(names) < sum(len(unit["parameters"]) for unit in units):
         raise ValueError(f"{path}: units: a parameter is listed twice")
