@@ -1,4 +1,4 @@
-"""The README says what is so: its line counts, its two commands, and the files that it names."""
+"""What the README and the docs say is so: line counts, commands, links, width."""
 
 import ast
 import inspect
@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from importlib import import_module
 
 import pytest
 from mpirun import ROOT
@@ -14,7 +15,11 @@ from mpirun import ROOT
 from models.layer import forward_backward
 from zmpi import ZeRO
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    page: page.read_text(encoding="utf-8")
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
+}
+README = PAGES[ROOT / "README.md"]
 
 
 def test_line_counts_are_true():
@@ -46,11 +51,39 @@ def test_it_has_one_command_to_run_and_one_to_test():
     assert "zmpi.train" in commands[0] and "pytest" in commands[1]
 
 
-def test_every_file_that_it_names_exists():
-    named = re.findall(
-        r"`(?:python )?((?:zmpi|models|tests|examples|docs)/[\w/]+\.(?:py|md))", README
-    )
-    assert named and [name for name in named if not (ROOT / name).exists()] == []
+def test_every_file_that_a_page_names_exists():
+    folders = "zmpi|models|tests|examples|docs|benchmarks"
+    for page, text in PAGES.items():
+        named = re.findall(rf"(?<![\w/.])((?:{folders})/[\w/-]+\.(?:py|md|svg|sh|cu))", text)
+        assert named and [name for name in named if not (ROOT / name).exists()] == [], page.name
+
+
+def test_every_relative_link_of_a_page_leads_to_a_file():
+    for page, text in PAGES.items():
+        links = re.findall(r"\]\(([^):#]+)\)|(?:src|srcset)=\"([^\":]+)\"", text)
+        targets = [page.parent / (link or picture) for link, picture in links]
+        assert [target for target in targets if not target.exists()] == []
+    assert PAGES[ROOT / "README.md"].count("](docs/") > 2
+
+
+def test_every_command_that_a_page_runs_takes_the_flags_that_it_gives():
+    runs = [
+        run
+        for text in PAGES.values()
+        for run in re.findall(r"python -m (zmpi\.\w+)([^`\n]*)", text)
+    ]
+    assert len(runs) > 10
+    for name, words in runs:
+        if flags := re.findall(r"(?<!\S)--[a-z][\w-]+", words):
+            known = import_module(name).parser()._actions
+            assert {*flags} <= {option for action in known for option in action.option_strings}
+
+
+def test_no_line_of_a_page_is_longer_than_100_columns():
+    """But one: a command that has to be pasted as one line."""
+    for page, text in PAGES.items():
+        long = [line for line in text.splitlines() if len(line) > 100]
+        assert [line for line in long if not line.startswith("python3 -m venv")] == [], page.name
 
 
 def test_a_script_next_to_a_checkout_called_zmpi_finds_the_installed_package(tmp_path):

@@ -188,6 +188,16 @@ def test_the_summary_sets_what_was_measured_beside_the_formula(logged):
         assert numbers[0] == numbers[1], kind
 
 
+def test_a_run_prints_the_lines_of_the_readmes_sample(logged):
+    """Figures, and what was cut at `...`, aside: the labels, in order."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    sample = re.search(r"^```\n(zmpi \d.*?)^```", readme, re.MULTILINE | re.DOTALL)[1]
+    label = re.compile(r"^ *[a-z]+(?: [a-z]+)*", re.MULTILINE)
+    _, printed = logged[0].output.split("zmpi ", 1)
+    printed = [line for line in printed.splitlines() if not line.startswith("train:")]
+    assert label.findall(sample) == label.findall("\n".join(["zmpi " + printed[0], *printed[1:]]))
+
+
 def test_a_skipped_step_is_logged_without_nan(tmp_path):
     """A run whose steps were all skipped is an error: see test_no_training.py."""
     path = tmp_path / "log"
