@@ -1,8 +1,9 @@
-"""mpirun -n 2 python benchmarks/floor.py --shape M: how far each stage is from what this machine allows.
+"""mpirun -n 2 python benchmarks/floor.py --shape M: each stage against this machine's limit.
 
-The floor of a step is the time of its GEMM calls alone, in the same order and layout, plus its bytes at the raw rate of
-MPI (blocking collectives of 4 MiB, in place), all measured in the same run: rounds of GEMMs, raw MPI and every stage's
-steps; medians, and ratios as medians over the rounds. Then, for one stage, a profile by op and by collective.
+The floor of a step is the time of its matrix products alone, in the same order and layout, plus its
+bytes at MPI's own rate (blocking 4 MiB collectives, in place). Both are measured in the same run as
+every stage's steps, in turns; a ratio is the median over the rounds. Last comes one stage's profile
+by op and by collective.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import resource
 from statistics import median
 from time import perf_counter
 
-import zmpi  # before NumPy, as in python -m zmpi.train: it chooses what BLAS reads when it is loaded
+import zmpi  # before NumPy: it sets what BLAS reads when it is loaded
 
 import numpy as np
 import task
@@ -31,7 +32,7 @@ class Raw:
         self.full, self.part = np.ones(length * mpi.size, np.float32), np.ones(length, np.float32)
 
     def rates(self):
-        """{"all_gather": bytes/s, "reduce_scatter": bytes/s}; None on one rank, where nothing is sent."""
+        """{"all_gather": bytes/s, "reduce_scatter": bytes/s}; None on one rank."""
         if self.mpi.size == 1:
             return None
         calls = {
@@ -67,7 +68,7 @@ class Measured:
         self.zero.train_step([self.batches.of_step(self.zero.step)])
 
     def turn(self, steps):
-        """The median seconds of some steps, that of the slowest rank; faults and blocked seconds are kept."""
+        """The slowest rank's median seconds of a step; keeps faults and blocked seconds."""
         seconds, before = [], resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(steps):
             began = perf_counter()
@@ -111,15 +112,18 @@ def report(stages, shape, found):
     alone = median(gemm_s)
     print(f"{shape}\n{stages[0].world.size} rank(s); medians of {len(gemm_s)} rounds")
     print(
-        f"GEMMs alone: {alone * 1e3:.1f} ms for {len(gemms.calls)} calls, {gemms.flops / alone / 1e9:.1f} GFLOP/s a rank"
+        f"GEMMs alone: {alone * 1e3:.1f} ms for {len(gemms.calls)} calls,"
+        f" {gemms.flops / alone / 1e9:.1f} GFLOP/s per rank"
     )
     if rates[0]:
         raw = {kind: median(rate[kind] for rate in rates) for kind in rates[0]}
         print(
-            f"raw MPI: {', '.join(f'{kind} {rate / 1e9:.2f} GB/s sent by a rank' for kind, rate in raw.items())}"
+            "raw MPI, sent per rank: "
+            + ", ".join(f"{kind} {rate / 1e9:.2f} GB/s" for kind, rate in raw.items())
         )
     print(
-        f"\n{'':8} {'step':>10} {'moving':>9} {'of floor':>9} {'GEMM':>6} {'blocked':>8} {'of stage 0':>11} {'faults/step':>12}"
+        f"\n{'':8} {'step':>10} {'moving':>9} {'of floor':>9} {'GEMM':>6} {'blocked':>8}"
+        f" {'of stage 0':>11} {'faults/step':>12}"
     )
     for one in stages:
         step = median(one.rounds)
@@ -127,7 +131,8 @@ def report(stages, shape, found):
         share = median(g / s for g, s in zip(gemm_s, one.rounds, strict=True))
         first = median(a / b for a, b in zip(one.rounds, stages[0].rounds, strict=True))
         blocked = median(one.blocked) / step
-        figures = f"{step * 1e3:7.1f} ms {moving * 1e3:6.1f} ms {median(one.ratios):9.2f} {share:6.0%} {blocked:8.0%}"
+        figures = f"{step * 1e3:7.1f} ms {moving * 1e3:6.1f} ms {median(one.ratios):9.2f}"
+        figures += f" {share:6.0%} {blocked:8.0%}"
         print(f"stage {one.stage}: {figures} {first:11.2f} {median(one.faults):12.0f}")
 
 

@@ -1,6 +1,6 @@
-"""mpirun -n 2 python benchmarks/gpu.py: the 124M GPT-2 on GPUs, every stage: tokens/s, model FLOP utilisation, peak memory.
+"""mpirun -n 2 python benchmarks/gpu.py: tokens/s, FLOP utilisation and memory of a 124M GPT-2.
 
-Model FLOPs per token: 6 for each parameter, and 12 x layers x width x context for attention's two products (PaLM,
+Model FLOPs per token: 6 per parameter, plus 12 x layers x width x context for attention (PaLM,
 arXiv 2204.02311, appendix B). The peak to compare with is a flag: no program can ask a GPU for it.
 """
 
@@ -73,8 +73,10 @@ def measured(world, args, stage):
     state = sum(zero.ledger["memory"][kind] for kind in ("parameters", "gradients", "optimizer"))
     peak = zero.comm.gather_scalars([world.device.peak_bytes()]).max()
     return (
-        f"{args.precision:9} stage {stage} {world.size:2} rank(s) {world.transport:7}{speed:12,.0f} tokens/s"
-        f" {flops / world.size / args.peak / 1e12:6.1%} of {args.peak:g} TFLOP/s  peak {peak / 1e9:6.2f} GB,"
+        f"{args.precision:9} stage {stage} {world.size:2} rank(s)"
+        f" {world.transport:7}{speed:12,.0f} tokens/s"
+        f" {flops / world.size / args.peak / 1e12:6.1%} of {args.peak:g} TFLOP/s "
+        f" peak {peak / 1e9:6.2f} GB,"
         f" state {state / 1e9:5.2f} GB  loss {losses[0]:.3f} -> {losses[-1]:.3f}"
     )
 

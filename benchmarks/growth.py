@@ -1,7 +1,7 @@
-"""python benchmarks/growth.py: how a step's cost grows with ranks, width and context, as a table with the exponent.
+"""python benchmarks/growth.py: how a step's cost grows with ranks, width and context.
 
-Worlds of zmpi that differ in one thing are alive together and take turns; a ratio is the median over the rounds. The
-exponent is log2(ratio) / log2(factor). Beside it, what the arithmetic asks for: the growth of the step's
+Worlds that differ in one thing take turns in one run; a ratio is the median over the rounds. The
+exponent is log2(ratio) / log2(factor). Next to it is the growth of the step's
 multiplications, from the shape alone.
 """
 
@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def work(shape, ranks):
-    """Multiplications and additions per core of a step: three products for each of the forward's."""
+    """Multiplications and additions of a step, per core: three times those of the forward."""
     C, T = shape.width, shape.context
     # a token: four linear maps, and q k^T and p v over half of the context
     block = 12 * C * C + T * C
@@ -48,7 +48,8 @@ def line(what, before, after, worlds):
     else:
         values = tuple(getattr(shape, what) for shape in shapes)
         factor = values[1] / values[0]
-    times = f"{median(worlds[before].rounds) * 1e3:8.1f} -> {median(worlds[after].rounds) * 1e3:8.1f} ms"
+    before_s, after_s = (median(worlds[name].rounds) for name in (before, after))
+    times = f"{before_s * 1e3:8.1f} -> {after_s * 1e3:8.1f} ms"
     exponents = f"{log2(ratio) / log2(factor):8.2f} {log2(asked) / log2(factor):11.2f}"
     return f"{what:28} {values[0]:5} -> {values[1]:5} {times} {ratio:7.2f} {exponents}"
 
@@ -67,7 +68,8 @@ def main():
     cores = os.cpu_count()
     print(f"{args.shape}, stage {args.stage}, {cores} cores, one thread per rank")
     print(
-        f"{'what grows':28} {'from':>5} -> {'to':>5} {'step':>24} {'ratio':>7} {'exponent':>8} {'of the work':>11}"
+        f"{'what grows':28} {'from':>5} -> {'to':>5} {'step':>24}"
+        f" {'ratio':>7} {'exponent':>8} {'of the work':>11}"
     )
     for what, steps in rows(args.shape, args.stage, cores):
         worlds = {}

@@ -2,8 +2,8 @@
 
     mpirun -n 2 python benchmarks/ledger_cost.py
 
-Each pair is two steps on the same data, one of each engine, taking turns at going first. Printed is the ratio of their
-times, the median over the pairs with its 95 % interval (of order statistics: no distribution is assumed), for the time on
+Each pair is two steps on the same data, one per engine, in alternating order. The ratio of their
+times is the median over the pairs with its 95 % interval (order statistics, no distribution), for
 the clock and for the processor's time of this rank, which other processes disturb less.
 """
 
@@ -69,7 +69,8 @@ def main():
             processor.append(took[0][1] / took[1][1])
     if world.rank == 0:
         print(
-            f"{world.size} rank(s), stage {args.stage}, {args.pairs} pairs: time with the ledger / time without"
+            f"{world.size} rank(s), stage {args.stage}, {args.pairs} pairs:"
+            " time with the ledger / time without"
         )
         for name, ratios in (("clock", wall), ("processor", processor)):
             low, high = interval(ratios)
@@ -77,7 +78,7 @@ def main():
 
 
 def interval(values):
-    """The order statistics that hold the median of what was sampled with 95 % certainty (the sign test's interval)."""
+    """The order statistics around the median, with 95 % certainty (the sign test's interval)."""
     values, n = sorted(values), len(values)
     outside, k = 0.0, 0
     while outside + comb(n, k) / 2**n <= 0.025:

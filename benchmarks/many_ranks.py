@@ -1,7 +1,7 @@
 """python benchmarks/many_ranks.py: the same training on 1 to 64 ranks, to the last bit.
 
-The same 192 micro-batches a step are shared out over 1, 2, 4, ... ranks, with ordered sums. Every world trains at every
-stage and reports its losses and gradient norms and the SHA-256 of its weights and moments; each line says whether these
+The same 192 micro-batches per step are shared out over 1, 2, 4, ... ranks, with ordered sums. Every
+world trains at every stage; each line says whether its losses, norms, weights and moments
 are the bits of the first world. The ranks may outnumber the cores: two minutes on two of them.
 """
 
@@ -35,7 +35,7 @@ def micro_batch(step, j):
 
 
 def trained(world, stage):
-    """Losses, gradient norms and the digest of the state after STEPS steps, the same on every rank."""
+    """Losses, norms and the digest of the state after STEPS steps, the same on every rank."""
     zero = ZeRO(GPT(**MODEL), world, stage, AdamW(lr=3e-3, clip=0.05, warmup=2))
     numbers = []
     for step in range(STEPS):

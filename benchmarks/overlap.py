@@ -1,11 +1,11 @@
-"""mpirun -n 2 python benchmarks/overlap.py: what prefetch hides on this machine; docs/OVERLAP.md explains the figures.
+"""mpirun -n 2 python benchmarks/overlap.py: what prefetch hides here; see docs/OVERLAP.md.
 
-1. One all-gather alone: blocking; started, then 20 ms of computing without a call of MPI, then waited for; and the same
-   with a test of the request every millisecond. What is left in the wait was not hidden.
-2. Training steps at stage 3 with --prefetch 0 and 1, which take turns: the step, and the part of it spent starting
+1. One all-gather: blocking; started and waited for after 20 ms of computing without MPI; and the
+   same with a test of the request every millisecond. The wait that remains was not hidden.
+2. Steps at stage 3 with --prefetch 0 and 1, in turns: the whole step, and its time spent starting
    gathers and waiting for them, from the trace. Medians of rank 0.
 
-A library that progresses in the background: MPIR_CVAR_ASYNC_PROGRESS=1 in front (MPICH; it takes a core for each rank).
+If the library progresses in the background: MPIR_CVAR_ASYNC_PROGRESS=1 (MPICH; a core per rank).
 """
 
 import zmpi  # before NumPy: it chooses what BLAS reads when it is loaded
@@ -42,7 +42,7 @@ def compute(seconds, step, each=lambda: None):
 
 
 def one_gather(comm, nbytes):
-    """Seconds of (a blocking gather, the wait after computing, the wait after computing with tests)."""
+    """Seconds of a blocking gather, of the wait after computing, and of it after tests too."""
     full, shard = np.zeros(nbytes, np.uint8), np.ones(nbytes // comm.size, np.uint8)
 
     def timed(prepare, finish):
@@ -69,7 +69,7 @@ def one_gather(comm, nbytes):
 
 
 def steps(world, shape):
-    """{prefetch: medians of (step, starting gathers, waiting for them), in seconds}, and the gathers of a step."""
+    """{prefetch: median seconds of (step, starting gathers, waiting)}, and a step's gathers."""
     model, micro_batch = SHAPES[shape]
     text = load_text("builtin", model.context, model.vocab)
     batches = Batches(text, world.rank, world.size, micro_batch, last_only=False)

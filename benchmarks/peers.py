@@ -1,11 +1,11 @@
-"""python benchmarks/peers.py: zmpi beside PyTorch and DeepSpeed, the same training on the same machine, in one table.
+"""python benchmarks/peers.py: zmpi, PyTorch and DeepSpeed in the same training, in one table.
 
-Same model, initial weights, batches and AdamW with clipping; one thread per rank; gloo for PyTorch. The contenders of a
-group are alive together and take turns of a few steps; the first turn of each is a warm-up. A ratio is the median over
-the rounds of (median step of zmpi / median step of the peer), both of the same round.
-Memory is each rank's peak resident memory (VmHWM, so shared memory counts in each rank that touched it) minus that of
-a Python that imported only itself; the part that was there after the imports is told beside it. CPU is the processor
-time of a step, all threads of the slowest rank: on a busy machine it says more than the clock (MPI polls where it waits).
+The same model, initial weights, batches and AdamW with clipping; one thread per rank; gloo for
+PyTorch. The contenders of a group are alive together and take turns of a few steps; the first
+turn is a warm-up. A ratio is zmpi's median step / the peer's, of one round; the median over the rounds.
+Memory is a rank's peak resident memory (VmHWM: shared memory counts in each rank that touched it)
+minus that of a bare Python; the table also gives it after the imports. CPU is a step's processor
+time, all threads of the slowest rank: on a busy machine it says more than the clock.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from turns import Contender, bare_bytes, end_in_order
 HERE = Path(__file__).resolve().parent
 # FSDP2's best memory: large freed blocks go back to the system instead of staying with glibc.
 LEAN = (("MALLOC_MMAP_THRESHOLD_", "1000000"), ("MALLOC_TRIM_THRESHOLD_", "1000000"))
-# Who is compared with whom. Each group has zmpi's stages first; a ratio is taken against every peer of the group.
+# Each group has zmpi's stages first; ratios are against every other contender of the group.
 GROUPS = (
     (("zmpi 3",), ("fsdp2+reshard", "fsdp2+reshard lean", "deepspeed3")),
     (("zmpi 1", "zmpi 2"), ("ddp+zero", "fsdp2", "deepspeed1", "deepspeed2")),
@@ -56,7 +56,7 @@ def missing():
 
 
 def run_group(names, args):
-    """Start them, let them take turns, end them. Returns the contenders, with what they measured, by name."""
+    """Run a group in turns. Returns the contenders, with their measurements, by name."""
     shape, alive = shape_of(args.shape), {}
     try:
         for name in names:
@@ -137,7 +137,8 @@ def text(rows, lines, args):
     shape = shape_of(args.shape)
     out = [f"{args.shape}: {shape}", f"{args.ranks} ranks, one thread each; {machine()}", ""]
     out.append(
-        f"{'':20} {'step':>9} {'CPU':>9} {'tokens/s':>9} {'peak':>9} {'imports':>9}   {'loss':>7} -> {'loss':>7}   apart"
+        f"{'':20} {'step':>9} {'CPU':>9} {'tokens/s':>9} {'peak':>9} {'imports':>9}"
+        f"   {'loss':>7} -> {'loss':>7}   apart"
     )
     reference = rows[0]["losses"]
     for r in rows:
@@ -145,9 +146,8 @@ def text(rows, lines, args):
         memory = f"{r['peak_bytes'] >> 20:5,} MiB {r['import_bytes'] >> 20:5,} MiB"
         loss = f"{r['losses'][0]:7.4f} -> {r['losses'][-1]:7.4f}"
         off = apart(r["losses"], reference)
-        out.append(
-            f"{r['name']:20} {step} {memory}   {loss}   {off:.0e}{'' if off <= AGREE else ' NOT THE SAME TRAINING'}"
-        )
+        verdict = "" if off <= AGREE else " NOT THE SAME TRAINING"
+        out.append(f"{r['name']:20} {step} {memory}   {loss}   {off:.0e}{verdict}")
     out += ["", f"{'ratio':32} {'time':>6} {'memory':>7}"]
     out += [
         f"{ours + ' / ' + peer:32} {time:6.2f} {memory:7.2f}"
@@ -180,7 +180,8 @@ def machine():
         ),
         "",
     )
-    return f"{os.cpu_count()} cores ({cpu.strip()}), Python {platform.python_version()}, {', '.join(versions)}"
+    python = f"Python {platform.python_version()}"
+    return ", ".join([f"{os.cpu_count()} cores ({cpu.strip()})", python, *versions])
 
 
 def picture(rows, path, title):

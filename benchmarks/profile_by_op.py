@@ -1,4 +1,4 @@
-"""Seconds by op and by collective, and the GEMM calls of a step: measured by wrapping functions from outside."""
+"""Seconds by op and by collective, and a step's matrix products: wraps functions from outside."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -45,7 +45,7 @@ def replaced(owner, name, value):
 
 
 class Profile:
-    """Seconds and calls of the wrapped functions, each without those of the wrapped functions that it calls."""
+    """Seconds and calls of the wrapped functions, each without the wrapped functions it calls."""
 
     def __init__(self):
         self.seconds, self.calls = Counter(), Counter()
@@ -86,7 +86,7 @@ class Profile:
 
 
 class Gemms:
-    """Every matrix product of a step, with operands and results laid out as they were, to be done again alone."""
+    """Records every matrix product of a step, to run it again alone with the same layouts."""
 
     def __init__(self, run):
         self._made, self.calls = {}, []  # signature -> array
@@ -101,7 +101,7 @@ class Gemms:
             run()
 
     def _like(self, array, role):
-        """An array of the same shape, strides and alignment to a cache line, filled with numbers of its own."""
+        """A new array of the same shape, strides and cache-line alignment, with other numbers."""
         lowest = array.__array_interface__["data"][0] % 64
         key = role, array.shape, array.strides, lowest
         if key not in self._made:

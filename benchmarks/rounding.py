@@ -1,13 +1,13 @@
-"""python benchmarks/rounding.py: how far float32 training is from the same training in float64, zmpi's and PyTorch's.
+"""python benchmarks/rounding.py: float32 training against float64, of zmpi and of PyTorch.
 
-One process, one batch a step, the model, weights and AdamW of peers.py. A line for each: the relative difference of every
-step's loss from zmpi's in float64. Two trainings that differ in rounding alone drift apart; this says how fast, and whose
-rounding it is.
+One process, one batch per step, the model, weights and AdamW of peers.py. Each line gives every
+step's loss relative to zmpi's in float64. Trainings that differ only in rounding drift apart; this
+shows how fast, and whose rounding it is.
 """
 
 import argparse
 
-import zmpi  # before NumPy, as in python -m zmpi.train: it chooses what BLAS reads when it is loaded
+import zmpi  # before NumPy: it sets what BLAS reads when it is loaded
 
 import task
 import torch
@@ -59,7 +59,8 @@ def main():
         "PyTorch float64": of_torch(shape, torch.float64, batches),
     }
     print(
-        f"{shape}, lr {args.lr:g}; loss {exact[0]:.4f} -> {exact[-1]:.4f}; relative difference from zmpi in float64, each step"
+        f"{shape}, lr {args.lr:g}; loss {exact[0]:.4f} -> {exact[-1]:.4f};"
+        " relative difference from zmpi in float64, per step"
     )
     for name, losses in others.items():
         apart = [abs(a - b) / b for a, b in zip(losses, exact, strict=True)]

@@ -1,4 +1,4 @@
-"""The three shapes that are compared, and what is measured of each. Numbers only: the driver imports no framework."""
+"""The three shapes, and what is measured of each. Only numbers: the driver imports no framework."""
 
 from dataclasses import dataclass, replace
 

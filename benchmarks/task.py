@@ -1,4 +1,4 @@
-"""What every contender trains: the same model, weights, batches and hyperparameters. For the workers; imports no zmpi."""
+"""What every worker trains: model, weights, batches, hyperparameters. Imports no zmpi."""
 
 from pydoc_data.topics import topics
 
@@ -30,7 +30,7 @@ def model_of(shape):
 
 
 def initial_weights(model):
-    """(full name, array) of every parameter as zmpi initialises it, one unit in memory at a time."""
+    """(full name, array) of every parameter as zmpi initialises it, one unit at a time."""
     for name, spec in units(model).items():
         arrays = {local: np.zeros(shape, np.float32) for local, shape in spec.shapes.items()}
         for layer in model.layers:
@@ -41,7 +41,7 @@ def initial_weights(model):
 
 
 class Batches:
-    """Windows of Python's own help texts: bytes, or where the vocabulary is larger pairs of bytes, spread over all of it."""
+    """Windows of Python's help texts: bytes, or pairs of bytes spread over a larger vocabulary."""
 
     def __init__(self, shape, rank, size):
         self.shape, self.rank, self.size = shape, rank, size

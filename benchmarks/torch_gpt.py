@@ -1,4 +1,4 @@
-"""models/transformer.py's GPT-2 in PyTorch, with the same parameter names, and PyTorch's own fused attention."""
+"""models/transformer.py's GPT-2 in PyTorch, with the same names and PyTorch's fused attention."""
 
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,7 @@
-"""One rank of PyTorch or DeepSpeed in training: python torch_worker.py SHAPE KIND. Started by peers.py.
+"""One rank of PyTorch or DeepSpeed: python torch_worker.py SHAPE KIND. Started by peers.py.
 
-KIND: ddp, ddp+zero (ZeroRedundancyOptimizer), fsdp2, fsdp2+reshard (after forward), deepspeed0 ... deepspeed3.
+KIND: ddp, ddp+zero (ZeroRedundancyOptimizer), fsdp2, fsdp2+reshard (after forward), deepspeed0
+to deepspeed3.
 """
 
 import os
@@ -85,7 +86,7 @@ def groups(model):
 
 
 def torch_step(model, kind):
-    """step(inputs, targets) -> this rank's mean loss. AdamW in its fused form, the fastest that PyTorch has on a CPU."""
+    """step(inputs, targets) -> this rank's mean loss. AdamW is fused: PyTorch's fastest."""
     if kind == "ddp+zero":
         optimizer = ZeroRedundancyOptimizer(
             groups(model), optimizer_class=torch.optim.AdamW, fused=True, **task.ADAMW

@@ -1,6 +1,6 @@
-"""Contenders that are alive together and take turns on one machine, so that its speed at the moment is common to all.
+"""Contenders take turns on one machine, so that all see the same speed of the moment.
 
-Each contender is a world of processes of its own. A process that is not having its turn sleeps in a read from a socket:
+Each contender is a world of its own processes. Between its turns a process sleeps on a socket read:
 neither MPI nor gloo polls there. The driver half is `Contender`, the worker half `serve`.
 """
 
@@ -21,7 +21,7 @@ BARE = "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"  
 
 
 def peak_bytes():
-    """The highest resident memory of this process since its program began (not, as in getrusage, since its fork)."""
+    """This process's peak resident memory since its program began (getrusage: since its fork)."""
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
 
 
@@ -42,20 +42,20 @@ def end_in_order():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
-# ---- the driver ------------------------------------------------------------------------------------------------------
+# ---- the driver ----------------------------------------------------------------------------------
 
 
 class Contender:
     """A running world of `size` workers, each started as `python WORKER ARGUMENTS`."""
 
     def __init__(self, name, arguments, size, launched=False, environment=()):
-        """`launched`: by mpirun; else each process is told its rank in the environment, as torchrun does."""
+        """`launched`: by mpirun; else the environment gives each its rank, as by torchrun."""
         self.name, self.size = name, size
         self.seconds, self.cpu, self.losses = [], [], []  # of every step so far
         self.peaks = []  # bytes, of each rank
         self._processes, self._workers = [], []
         self._folder = tempfile.TemporaryDirectory(prefix="turns-")
-        self._log = open(f"{self._folder.name}/log", "w+b")  # noqa: SIM115  (closed with the contender)
+        self._log = open(f"{self._folder.name}/log", "w+b")  # noqa: SIM115  (closed at the end)
         path = f"{self._folder.name}/socket"
         settings = (
             os.environ
@@ -141,7 +141,7 @@ class Contender:
         return seconds
 
     def close(self, at_once=False):
-        """End the world: its workers see the end of their sockets; what has not ended by then is killed."""
+        """End the world: its workers see their sockets close; those still alive are killed."""
         for worker in self._workers:
             worker.close()
         for process in self._processes:
@@ -154,11 +154,11 @@ class Contender:
         self._folder.cleanup()
 
 
-# ---- the workers -----------------------------------------------------------------------------------------------------
+# ---- the workers ---------------------------------------------------------------------------------
 
 
 class Turns:
-    """A worker's side. Made after the imports; `serve` once everything is ready for the first step."""
+    """A worker's side. Make it after the imports; call `serve` when ready for the first step."""
 
     def __init__(self):
         self._socket = socket.socket(socket.AF_UNIX)
@@ -171,7 +171,7 @@ class Turns:
         self._file.flush()
 
     def serve(self, batches, train_step, extra=dict):
-        """Train when it is this world's turn: train_step(inputs, targets) returns a loss. `extra()` is sent along."""
+        """Take turns. train_step(inputs, targets) returns a loss; `extra()` is sent too."""
         self._say(ready=True)
         done = 0
         while line := self._file.readline():

@@ -1,8 +1,8 @@
-"""One rank of zmpi in training, default flags: python zmpi_worker.py SHAPE STAGE, under mpirun. Started by peers.py."""
+"""One rank of zmpi, with default flags: python zmpi_worker.py SHAPE STAGE, started by peers.py."""
 
 import sys
 
-import zmpi  # before NumPy, as in python -m zmpi.train: it chooses what BLAS reads when it is loaded
+import zmpi  # before NumPy: it sets what BLAS reads when it is loaded
 
 import task
 from shapes import shape_of

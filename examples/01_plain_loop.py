@@ -42,8 +42,6 @@ for step in range(1, 61):
     if step % 10 == 0:
         print(f"step {step}: loss {losses[-1]:.3f}")
 state = sum(w.nbytes for named in weights.values() for w in named.values())
-print(
-    f"this process held all of it: {state:,} bytes each of weights and gradients, {2 * state:,} of moments"
-)
+print(f"weights {state:,} bytes, gradients {state:,}, moments {2 * state:,}: all in this process")
 assert losses[0] - losses[-1] > 2
 print("01 ok: the loss fell by more than 2 nat in 60 steps")

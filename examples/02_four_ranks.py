@@ -1,4 +1,4 @@
-"""A, B, C, D: four ranks, four pieces of state. Watch one step: kept apart, put together, used, dropped.
+"""Watch one training step on four ranks, A to D: gather a unit, use it, free it, reduce, update.
 
 Run:        mpirun -n 4 python examples/02_four_ranks.py
 Last line:  02 ok: each rank kept 1/4 of the state, and no full vector is left
@@ -15,48 +15,46 @@ NAMES = "ABCD"
 
 
 def tell(line):
-    """Print a line, rank 0 only: all ranks do the same thing at the same time."""
+    """Print a line on rank 0 only: all ranks do the same thing at the same time."""
     if world.rank == 0:
         print(line, flush=True)
 
 
 def owners(unit):
-    """A picture of a unit's slices, such as [A|B|C|D]."""
+    """A picture of a unit's shards, such as [A|B|C|D]."""
     return "[" + "|".join(NAMES[: world.size]) + f"] of {unit}"
 
 
 class Talking(Communicator):
-    """The collectives, each with a line about it."""
+    """A communicator that prints a line for each collective."""
 
     def all_gather(self, layout, shard, full):
         n = layout.elements
         tell(
-            f"  put together  {owners(layout.name)}: {n} weights, each rank sends its {layout.shard_length} to the others"
+            f"  gather  {owners(layout.name)}: {n} weights, {layout.shard_length} sent by each rank"
         )
         return super().all_gather(layout, shard, full)
 
     def reduce_scatter(self, layout, full, out, fresh):
         n = layout.elements
-        tell(
-            f"  sum and share {owners(layout.name)}: {n} gradients, each rank keeps the sum of its {layout.shard_length}"
-        )
+        tell(f"  reduce  {owners(layout.name)}: {n} gradients, {layout.shard_length} sums per rank")
         super().reduce_scatter(layout, full, out, fresh)
 
 
 class TalkingUnit(Unit):
-    """A unit, with a line when its full vector is dropped, and when its shards are updated."""
+    """A unit that prints when its full vector is freed and when its shards are updated."""
 
     def free(self):
-        tell(f"  drop          {self.layout.name}: only the slices are left")
+        tell(f"  free    {self.layout.name}: only the shards are left")
         super().free()
 
     def update(self, *how):
-        tell(f"  update        {owners(self.layout.name)}: each rank its own slice, and no other")
+        tell(f"  update  {owners(self.layout.name)}: each rank its own shard, and no other")
         super().update(*how)
 
 
 class TalkingZeRO(ZeRO):
-    """The engine, with a line for what happens between two messages."""
+    """An engine that prints when a layer is used."""
 
     make_communicator = Talking
     make_unit = TalkingUnit
@@ -66,7 +64,7 @@ class TalkingZeRO(ZeRO):
         passes = (
             "forward and backward" if visit.turn else "forward" if visit.forward else "backward"
         )
-        tell(f"  use           {visit.unit}: {passes}")
+        tell(f"  use     {visit.unit}: {passes}")
         return w
 
 
@@ -81,9 +79,7 @@ zero = TalkingZeRO(
 )
 # each rank has its own five windows
 inputs = np.random.default_rng(world.rank).integers(0, 16, (5, 4))
-tell(
-    f"state kept apart: rank A owns the first slice of every unit, B the second, ...\n\nthe walk:\n{zero.schedule}\n\none step:"
-)
+tell(f"rank A stores the first shard of every unit, B the second, ...\n\n{zero.schedule}\n")
 zero.train_step([(inputs, inputs[:, 0])])
 
 owned = sum(sum(unit.owned_bytes().values()) for unit in zero.units.values())
@@ -91,9 +87,9 @@ owned = sum(sum(unit.owned_bytes().values()) for unit in zero.units.values())
 whole = sum(2 * unit.layout.padded * 4 for unit in zero.units.values())
 gathered = zero.ledger["comm"]["all_gather"]
 tell(
-    f"\nkept: {owned:,} bytes a rank, {world.size * owned:,} in all;"
-    f" replicated it would be {whole:,} a rank, {world.size * whole:,} in all"
+    f"\nstored: {owned:,} bytes per rank, {world.size * owned:,} in all;"
+    f" without sharding {whole:,} per rank, {world.size * whole:,} in all"
 )
-tell(f"moved: {gathered['bytes_sent']:,} bytes a rank in {gathered['calls']} gathers")
+tell(f"sent: {gathered['bytes_sent']:,} bytes per rank in {gathered['calls']} gathers")
 assert owned * world.size == whole and zero.ledger.alive["full"] == 0
 tell(f"02 ok: each rank kept 1/{world.size} of the state, and no full vector is left")

@@ -1,4 +1,4 @@
-"""ZeRO-3 by hand: mpi4py and NumPy, no zmpi. A two-layer network learns a function, each layer cut over the ranks.
+"""ZeRO-3 by hand, in mpi4py and NumPy, without zmpi: two layers, each sharded over the ranks.
 
 Run:        mpirun -n 4 python examples/03_by_hand.py
 Last line:  03 ok: the loss fell tenfold, with 1/4 of the weights on each rank
@@ -13,7 +13,7 @@ SHAPES = [(8, 32), (32, 1)]  # (in, out) of each layer
 
 
 def shard_of(layer):
-    """This rank's slice of a layer's initial weights. Every rank draws the same ones, and keeps its part."""
+    """This rank's shard of a layer's initial weights. Every rank draws all, and keeps its part."""
     full = np.random.default_rng(layer).standard_normal(SHAPES[layer]) / np.sqrt(SHAPES[layer][0])
     return np.resize(full, (size, -(-full.size // size)))[
         rank
@@ -21,7 +21,7 @@ def shard_of(layer):
 
 
 def gather(layer):
-    """Put a layer together for the moment of use."""
+    """Put a layer's weights together, to use and free them."""
     full = np.empty(size * len(shards[layer]))
     comm.Allgather(shards[layer], full)
     return full[: np.prod(SHAPES[layer])].reshape(SHAPES[layer])
@@ -47,7 +47,7 @@ for _ in range(400):
     x = draw.standard_normal((16, 8))
     target = np.sin(x[:, :1] + x[:, 1:2])
 
-    w = gather(0)  # forward: gather, use, drop
+    w = gather(0)  # forward: gather, use, free
     hidden = np.tanh(x @ w)
     del w
     w = gather(1)  # the turn: the last layer's forward, the loss, and its backward in one visit
@@ -69,7 +69,8 @@ for _ in range(400):
 start, end = np.mean(losses[:10]), np.mean(losses[-10:])
 if rank == 0:
     print(
-        f"loss {start:.4f} -> {end:.4f}; weights on this rank {sum(map(len, shards))} of {sum(map(np.prod, SHAPES))}"
+        f"loss {start:.4f} -> {end:.4f};"
+        f" weights on this rank {sum(map(len, shards))} of {sum(map(np.prod, SHAPES))}"
     )
 assert end < start / 10, (start, end)
 if rank == 0:

@@ -30,7 +30,8 @@ for stage in range(4):
         owned = sum(memory[kind] for kind in ("parameters", "gradients", "optimizer"))
         moved = comm["all_gather"]["elements"] + comm["reduce_scatter"]["elements"]
         print(
-            f"stage {stage}: loss {loss:.6f}, bytes owned {owned:,}, gathered {memory['full_peak']:,}; elements moved {moved:,}"
+            f"stage {stage}: loss {loss:.6f}, bytes owned {owned:,},"
+            f" gathered {memory['full_peak']:,}; elements moved {moved:,}"
         )
 assert len(losses) == 1
 if world.rank == 0:

@@ -1,7 +1,7 @@
-"""A GPT through the library: train, evaluate as the state lies, look at the whole model, and at the walk.
+"""Train a GPT with the library: print the schedule, evaluate, and gather the whole model.
 
 Run:        mpirun -n 4 python examples/05_gpt.py
-Last line:  05 ok: held-out loss below 3.3 nat per byte, what single bytes can reach
+Last line:  05 ok: held-out loss below 3.3 nats per byte, what single bytes can reach
 """
 
 from models import GPT
@@ -29,8 +29,9 @@ with zero.gathered() as parameters:  # the one place where the whole model may b
     arrays, count = len(parameters), sum(array.size for array in parameters.values())
 if world.rank == 0:
     print(
-        f"held-out loss {held_out:.3f} nat per byte; {count:,} parameters in {arrays} arrays inside the block, none after"
+        f"held-out loss {held_out:.3f} nats per byte; {count:,} parameters"
+        f" in {arrays} arrays inside the block, none after it"
     )
 assert held_out < 3.3 and not parameters
 if world.rank == 0:
-    print("05 ok: held-out loss below 3.3 nat per byte, what single bytes can reach")
+    print("05 ok: held-out loss below 3.3 nats per byte, what single bytes can reach")

@@ -1,9 +1,9 @@
-"""The paper's memory table for your model: bytes of training state per rank at each stage, and what one step moves.
+"""The paper's memory table for your model: bytes of training state per rank at each stage.
 
 Run:        python examples/06_memory_table.py
-Last line:  06 ok: for 7.5B parameters on 64 ranks it is 120, 31.4, 16.6 and 1.9 GB, as in the paper's Figure 1
+Last line:  06 ok: 7.5B parameters on 64 ranks: 120, 31.4, 16.6 and 1.9 GB, as in Figure 1
 
-Yours: five numbers after the file's name are layers, width, heads, context and vocabulary. GPT-2 XL:
+For your model, give layers, width, heads, context and vocabulary. GPT-2 XL:
             python examples/06_memory_table.py 48 1600 25 1024 50257
 """
 
@@ -23,7 +23,8 @@ parameters = parameter_count(model)
 for name in ("float16", "float32"):
     recipe = RECIPES[name]
     print(
-        f"\n{parameters:,} parameters, {recipe.describe()}; GB per rank (1 GB = 1e9 bytes), section 5 of arXiv 1910.02054"
+        f"\n{parameters:,} parameters, {recipe.describe()};"
+        f" GB per rank (1 GB = 1e9 bytes), section 5 of arXiv 1910.02054"
     )
     print("ranks   " + "".join(f"{f'stage {stage.number}':>10}" for stage in STAGES))
     for ranks in (1, 4, 16, 64, 256, 1024):
@@ -36,6 +37,4 @@ figure_1 = [
     sum(state_bytes(stage, 7.5e9, 64, RECIPES["float16"]).values()) / 1e9 for stage in STAGES
 ]
 assert [f"{gigabytes:.3g}" for gigabytes in figure_1] == ["120", "31.4", "16.6", "1.88"]
-print(
-    "06 ok: for 7.5B parameters on 64 ranks it is 120, 31.4, 16.6 and 1.9 GB, as in the paper's Figure 1"
-)
+print("06 ok: 7.5B parameters on 64 ranks: 120, 31.4, 16.6 and 1.9 GB, as in Figure 1")

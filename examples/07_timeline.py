@@ -1,9 +1,9 @@
 """One step drawn as a timeline: when each rank gathers, waits, computes, reduces and updates.
 
 Run:        mpirun -n 4 python examples/07_timeline.py
-Last line:  07 ok: on every rank each layer was put together before it was used, and nothing was left at the update
+Last line:  07 ok: on every rank, each layer was gathered before use, and none after the update
 
-The same for a run of your own: zmpi.train --trace FILE.json, which opens in Perfetto (ui.perfetto.dev).
+For a run of your own: zmpi.train --trace FILE.json, which opens in Perfetto (ui.perfetto.dev).
 """
 
 from models import GPT
@@ -68,6 +68,4 @@ if world.rank == 0:
         assert not any(
             verb in ("gather", "wait") for verb, _ in order[order.index(("update", "outer")) :]
         ), order
-    print(
-        "07 ok: on every rank each layer was put together before it was used, and nothing was left at the update"
-    )
+    print("07 ok: on every rank, each layer was gathered before use, and none after the update")

@@ -1,4 +1,4 @@
-"""ZeRO does not change learning: the losses of all four stages, drawn over each other, and their difference.
+"""ZeRO does not change learning: plot the losses of all four stages, and compare them.
 
 Run:        mpirun -n 4 python examples/08_same_learning.py
 Last line:  08 ok: 40 losses at 4 stages, and not one bit of difference
@@ -51,7 +51,7 @@ if world.rank == 0:
         axes = figure.subplots()
         for stage, line in enumerate(losses):
             axes.plot(range(1, STEPS + 1), line, label=f"stage {stage}", linewidth=8 - 2 * stage)
-        axes.set(xlabel="step", ylabel="training loss (nat per byte)")
+        axes.set(xlabel="step", ylabel="training loss (nats per byte)")
         axes.legend()
         figure.savefig(picture, dpi=120)
 assert all(line == losses[0] for line in losses)

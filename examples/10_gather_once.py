@@ -1,7 +1,7 @@
-"""A schedule of your own: weights are kept from their forward to their backward, and so gathered once, not twice.
+"""Your own schedule: weights stay from their forward to their backward, so they are gathered once.
 
 Run:        mpirun -n 4 python examples/10_gather_once.py
-Last line:  10 ok: 2 instead of 3 elements moved a parameter, the same bits, and the whole model alive at the turn
+Last line:  10 ok: 2 instead of 3 elements moved per parameter, the same bits, all weights alive
 
 Also: mpirun -n 4 python -m zmpi.verify --comm examples/10_gather_once.py:GatherOnce
       says that it gives up P3.
@@ -14,7 +14,7 @@ from zmpi.core.schedule import Schedule, training_schedule
 
 
 def gather_once(layers, units):
-    """The training schedule with every unit gathered at its first visit and freed after the last that needs it."""
+    """The training schedule, but a unit is gathered at its first visit and freed after its last."""
     walk = training_schedule(layers, units)
     needs = {
         unit: [i for i, visit in enumerate(walk) if visit.unit == unit and visit.weights]
@@ -53,12 +53,13 @@ def main():
         )
         if world.rank == 0:
             print(
-                f"{engine.__name__}: {moved[-1]:g} elements a parameter, full vectors of {full:,} bytes\n{zero.schedule}\n"
+                f"{engine.__name__}: {moved[-1]:g} elements per parameter,"
+                f" full vectors of {full:,} bytes\n{zero.schedule}\n"
             )
     assert losses[0] == losses[1] and moved == [3, 2]
     if world.rank == 0:
         print(
-            "10 ok: 2 instead of 3 elements moved a parameter, the same bits, and the whole model alive at the turn"
+            "10 ok: 2 instead of 3 elements moved per parameter, the same bits, all weights alive"
         )
 
 

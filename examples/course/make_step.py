@@ -95,7 +95,7 @@ class NamedZeRO(ZeRO):
 
 
 def traced(world):
-    """The engine after STEP steps, and every rank's events of the last one (on rank 0, else None)."""
+    """The engine after STEP steps; on rank 0, every rank's events of the last one, else None."""
     text = load_text("builtin", 32, 256)
     batches = Batches(text, world.rank, world.size, micro_batch=4, last_only=False)
     model = GPT(layers=2, width=64, heads=4, context=32, vocab=256)
