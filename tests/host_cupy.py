@@ -149,7 +149,7 @@ def _compiled(code, options, kernels):
     return ctypes.CDLL(folder / "k.so")
 
 
-# ---- cuBLAS ----------------------------------------------------------------------------------------------------------
+# ---- cuBLAS --------------------------------------------------------------------------------------
 
 
 def _matrices(address, kind, shape, leading, stride, count):

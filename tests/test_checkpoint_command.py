@@ -60,7 +60,7 @@ def refused(run, *told):
     assert all(text in lines[0] for text in told), run.output
 
 
-# ---- resume ----------------------------------------------------------------------------------------------------------
+# ---- resume --------------------------------------------------------------------------------------
 
 
 def test_a_new_process_goes_on_to_the_same_bits():
@@ -323,7 +323,7 @@ def arguments(folder):
     return ["--checkpoint", folder]
 
 
-# ---- under fire: parts of `tests/faults/checkpoints.py` --------------------------------------------------------------
+# ---- under fire: parts of `tests/faults/checkpoints.py` ------------------------------------------
 
 
 def test_killed_around_saving_it_goes_on_to_the_same_bits():
@@ -360,7 +360,7 @@ def test_without_a_folder_a_signal_ends_the_run_at_once():
     assert run.status == 143 and "rank 1: ended by SIGTERM" in run.output, run.output
 
 
-# ---- weights for other tools -----------------------------------------------------------------------------------------
+# ---- weights for other tools ---------------------------------------------------------------------
 
 
 def export(checkpoint, to, *without):
@@ -433,7 +433,7 @@ def test_what_cannot_be_exported_is_one_line(saved, copy, tmp_path):
     told(export(saved, tmp_path / "to"), "model.safetensors: already exists")
 
 
-# ---- generate --------------------------------------------------------------------------------------------------------
+# ---- generate ------------------------------------------------------------------------------------
 
 
 def generate(size, checkpoint, *flags):

@@ -96,7 +96,7 @@ def test_every_window_can_be_drawn():
     assert {start for step in range(40) for start in text.starts(0, step, range(4))} == {0, 1, 2}
 
 
-# ---- what is held out ------------------------------------------------------------------------------------------------
+# ---- what is held out ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("held_out", [0, CONTEXT, CONTEXT + 1, 100, 5000])
@@ -127,7 +127,7 @@ def test_held_out_windows_lie_end_to_end():
     assert rows == [0, 8, 16, 24, 32]
 
 
-# ---- where text comes from -------------------------------------------------------------------------------------------
+# ---- where text comes from -----------------------------------------------------------------------
 
 
 def test_the_builtin_corpus_is_the_topics_by_key():
@@ -247,7 +247,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_named(tmp_path):
             Batches(text, 0, 1, 2, False).of_step(0, step, 1)
 
 
-# ---- files of another format -----------------------------------------------------------------------------------------
+# ---- files of another format ---------------------------------------------------------------------
 
 IDS = 10 + np.random.default_rng(0).zipf(1.3, 4000).clip(max=50_000)  # most are low, as BPE's
 ENGLISH = b"A text that anyone could have written, in plain English.\n" * 20
@@ -334,7 +334,7 @@ def test_a_pipe_and_a_device_are_refused_before_they_are_opened(tmp_path):
             load_text(str(source), 8, 256)
 
 
-# ---- which text it is ------------------------------------------------------------------------------------------------
+# ---- which text it is ----------------------------------------------------------------------------
 
 
 def test_a_text_is_told_from_another_wherever_they_differ():

@@ -14,7 +14,7 @@ from zmpi.core.layout import Layout
 from zmpi.messages.cuda_aware import choose_transport, cuda_awareness
 from zmpi.messages.device import Gpu, choose_device, find_cupy
 
-# ---- the device ------------------------------------------------------------------------------------------------------
+# ---- the device ----------------------------------------------------------------------------------
 
 
 def test_cuda_without_cupy_is_an_error(monkeypatch):
@@ -65,7 +65,7 @@ def test_the_pools_peak_is_the_highest_that_was_in_use():
     assert device.peak_bytes() == 512 + 4096 and before is not None
 
 
-# ---- the layout on a GPU ---------------------------------------------------------------------------------------------
+# ---- the layout on a GPU -------------------------------------------------------------------------
 
 SHAPES = {"a": (5,), "b": (3, 7), "c": (64,), "d": (1,)}
 
@@ -94,7 +94,7 @@ def test_every_parameter_starts_on_64_bytes_and_the_holes_are_padding(shards):
         )  # the norm has the same pieces
 
 
-# ---- the transport ---------------------------------------------------------------------------------------------------
+# ---- the transport -------------------------------------------------------------------------------
 
 CPU = ("cpu", False, "")
 AWARE, PLAIN = (
@@ -187,7 +187,7 @@ def test_the_librarys_own_word_is_taken(library, kinds, environ, aware, said):
     assert found == aware and said in why
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(find_cupy()[0] is not None, reason="there is a GPU")

@@ -48,7 +48,7 @@ def refusing(monkeypatch, owner, name, number, where=""):
     monkeypatch.setattr(owner, name, call)
 
 
-# ---- what cannot be removed ------------------------------------------------------------------------------------------
+# ---- what cannot be removed ----------------------------------------------------------------------
 
 FAULTS = {
     "an immutable file": [
@@ -130,7 +130,7 @@ def test_on_overlayfs_itself_the_lower_layers_checkpoints_are_removed(tmp_path):
         subprocess.run(["umount", "--lazy", tmp_path / "merged"], check=True)
 
 
-# ---- what the file system lacks --------------------------------------------------------------------------------------
+# ---- what the file system lacks ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
@@ -175,7 +175,7 @@ def test_a_pipe_in_the_locks_place_waits_for_nobody(tmp_path):
         Folder(tmp_path / "dir", keep=2)
 
 
-# ---- whose checkpoint it is ------------------------------------------------------------------------------------------
+# ---- whose checkpoint it is ----------------------------------------------------------------------
 
 
 def copied(source, target):
@@ -260,7 +260,7 @@ def test_checkpoints_that_have_no_id_go_on_as_one_run(tmp_path):
     assert ids[0] is None and ids[1] == ids[2] and ids[1]
 
 
-# ---- readers beside a job at work ------------------------------------------------------------------------------------
+# ---- readers beside a job at work ----------------------------------------------------------------
 
 
 def test_a_reader_that_meets_a_rotation_takes_the_newest_that_is_complete(tmp_path):
@@ -316,7 +316,7 @@ def test_readers_find_a_complete_checkpoint_at_every_moment(tmp_path):
     assert steps == sorted(steps) and len(set(steps)) > 1
 
 
-# ---- a damaged checkpoint --------------------------------------------------------------------------------------------
+# ---- a damaged checkpoint ------------------------------------------------------------------------
 
 
 def test_what_a_damaged_checkpoints_error_says_to_delete_leads_to_the_one_before_it(tmp_path):

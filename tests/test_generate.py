@@ -113,7 +113,7 @@ def test_ids_come_out_with_commas():
     assert "".join(out.add(token) for token in (5, 17, 3)) + out.rest() == "5,17,3"
 
 
-# ---- a tokenizer.json -------------------------------------------------------------------------------------------------
+# ---- a tokenizer.json ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import models
 from models import ops, plain_step, transformer, unit_of
 from models.layer import forward_backward, zeros_like
 
-# ---- the contract of a layer -----------------------------------------------------------------------------------------
+# ---- the contract of a layer ---------------------------------------------------------------------
 
 
 def walk(case, dtype=np.float32):
@@ -104,7 +104,7 @@ def at_offset(weights, offset):
     return views
 
 
-# ---- the plain loop --------------------------------------------------------------------------------------------------
+# ---- the plain loop ------------------------------------------------------------------------------
 
 
 @both_models
@@ -175,7 +175,7 @@ def test_a_step_in_which_no_target_counts_is_an_error():
         plain_step(model, weights, [(inputs, np.full_like(targets, -1))], None)
 
 
-# ---- types of arrays -------------------------------------------------------------------------------------------------
+# ---- types of arrays -----------------------------------------------------------------------------
 
 
 def float64_arrays_seen_in(case):

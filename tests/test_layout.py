@@ -97,7 +97,7 @@ def test_spans_name_the_parameter_of_every_element_of_a_slice(shapes, shards, da
     assert found == expected
 
 
-# ---- chunks ----------------------------------------------------------------------------------------------------------
+# ---- chunks --------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 500), st.integers(1, 60))

@@ -128,7 +128,7 @@ def test_a_run_outlives_its_streams(tmp_path):
         assert len(ended.stdout.splitlines()) == (name == "left")
 
 
-# ---- a disk that fills -----------------------------------------------------------------------------------------------
+# ---- a disk that fills ---------------------------------------------------------------------------
 
 
 @pytest.fixture

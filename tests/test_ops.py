@@ -47,7 +47,7 @@ def packed(*shapes, offset, dtype=np.float32):
     return views
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------------
+# ---- gradients -----------------------------------------------------------------------------------
 
 
 def test_linear_backward_is_the_gradient_of_linear():
@@ -115,7 +115,7 @@ def test_cross_entropy_returns_the_gradient_of_its_loss_divided():
     assert_gradient(lambda: ops.cross_entropy(logits.copy(), targets, 5)[0] / 5, logits, d)
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
+# ---- numbers -------------------------------------------------------------------------------------
 
 
 def test_attention_equals_its_formula():
@@ -195,7 +195,7 @@ def test_a_divisor_of_numpys_type_changes_no_bit():
         np.testing.assert_array_equal(ops.cross_entropy(logits.copy(), targets, divisor)[1], d)
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def test_cross_entropy_reuses_the_memory_of_the_logits():

@@ -34,7 +34,7 @@ def decay_mask():
     return mask
 
 
-# ---- AdamW -----------------------------------------------------------------------------------------------------------
+# ---- AdamW ---------------------------------------------------------------------------------------
 
 
 def textbook_adamw(optimizer, steps, factor, dtype):
@@ -116,7 +116,7 @@ def test_moments_do_not_depend_on_the_gradients_width(dtype):
     assert found[0] == found[1]
 
 
-# ---- SGD -------------------------------------------------------------------------------------------------------------
+# ---- SGD -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -141,7 +141,7 @@ def test_sgd_without_momentum_keeps_no_moments():
     assert AdamW.moments == ("m", "v")
 
 
-# ---- blocks and slices -----------------------------------------------------------------------------------------------
+# ---- blocks and slices ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(lr=0.1), SGD(lr=0.1, momentum=0.9, weight_decay=0.1)])
@@ -181,7 +181,7 @@ def test_slices_are_updated_as_one_vector_would_be(optimizer, cut):
         assert parts.moments[name].tobytes() == vector.tobytes()
 
 
-# ---- the learning rate, and clipping ---------------------------------------------------------------------------------
+# ---- the learning rate, and clipping -------------------------------------------------------------
 
 
 def test_the_rate_rises_to_lr_and_stays():
@@ -241,7 +241,7 @@ def test_other_wrong_hyperparameters_are_named():
         SGD(schedule="cosine")
 
 
-# ---- the sums of squares ---------------------------------------------------------------------------------------------
+# ---- the sums of squares -------------------------------------------------------------------------
 
 LENGTHS = (
     0,

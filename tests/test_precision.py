@@ -96,7 +96,7 @@ def test_what_a_policy_cannot_be_is_an_error(wrong, message):
         Policy(**wrong)
 
 
-# ---- rounding --------------------------------------------------------------------------------------------------------
+# ---- rounding ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NARROW)
@@ -132,7 +132,7 @@ def test_rounding_twice_is_rounding_once(value):
         assert once.tobytes() == twice.tobytes()
 
 
-# ---- the loss scaler -------------------------------------------------------------------------------------------------
+# ---- the loss scaler -----------------------------------------------------------------------------
 
 
 def test_float16_alone_starts_with_a_scale():

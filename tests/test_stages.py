@@ -124,7 +124,7 @@ def test_a_stage_is_three_booleans_that_only_grow():
     assert [stage.number for stage in STAGES] == [0, 1, 2, 3]
 
 
-# ---- elements moved (section 7) --------------------------------------------------------------------------------------
+# ---- elements moved (section 7) ------------------------------------------------------------------
 
 
 def moved(model, stage, micro_batches, reduce_each, sizes):

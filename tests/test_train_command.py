@@ -230,7 +230,7 @@ def test_a_world_of_one_needs_no_launcher():
     assert "stage 3 on 1 rank," in ended.stdout
 
 
-# ---- flags -----------------------------------------------------------------------------------------------------------
+# ---- flags ---------------------------------------------------------------------------------------
 
 
 def test_the_list_of_flags_is_frozen():
@@ -356,7 +356,7 @@ def test_a_text_of_one_window_trains(tmp_path):
     assert "65 tokens for training (only 1 different sequence), none held out" in ended.output
 
 
-# ---- threads (B18) ---------------------------------------------------------------------------------------------------
+# ---- threads (B18) -------------------------------------------------------------------------------
 
 THREADS = """
 import os, re, zmpi, numpy

@@ -76,7 +76,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     def __init__(self, cuda, raw, base=None):
         self.cuda, self.raw, self.base = cuda, raw, base
 
-    # -- what it looks like ---------------------------------------------------------------------------------------
+    # -- what it looks like ------------------------------------------------------------------------
 
     shape, dtype, ndim, size, nbytes, itemsize, strides, flags = (
         property(lambda self, name=name: getattr(self.raw, name))
@@ -118,7 +118,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     def __bool__(self):
         return bool(self._scalar())
 
-    # -- views ----------------------------------------------------------------------------------------------------
+    # -- views -------------------------------------------------------------------------------------
 
     def _view(self, raw):
         return Array(self.cuda, raw, base=self if self.base is None else self.base)
@@ -149,7 +149,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     def __iter__(self):
         return (self[i] for i in range(len(self)))
 
-    # -- work -----------------------------------------------------------------------------------------------------
+    # -- work --------------------------------------------------------------------------------------
 
     def __setitem__(self, key, value):
         raw, key, value = self.raw, self.cuda.raw(key), self.cuda.raw(value)
@@ -207,7 +207,7 @@ class Cuda:
             ),
         )
 
-    # -- arrays ---------------------------------------------------------------------------------------------------
+    # -- arrays ------------------------------------------------------------------------------------
 
     def empty(self, shape, dtype=np.float64):
         """New memory: freed memory of this size if there is some, as it is, else poisoned."""
@@ -275,7 +275,7 @@ class Cuda:
         self.stream.push(lambda: raw.__setitem__(..., quietly()))
         return result
 
-    # -- the module cupy.cuda -------------------------------------------------------------------------------------
+    # -- the module cupy.cuda ----------------------------------------------------------------------
 
     def _new_stream(self, non_blocking=False):
         stream = Stream(self.late[1])

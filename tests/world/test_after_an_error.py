@@ -19,7 +19,7 @@ class Boom(Exception):
     """What a test plants."""
 
 
-# ---- ranks that were given different things --------------------------------------------------------------------------
+# ---- ranks that were given different things ------------------------------------------------------
 
 OTHER = {
     "stage": {"stage": 2},
@@ -58,7 +58,7 @@ def test_an_optimizer_of_ones_own_is_known_by_its_kind(world):
     ZeRO(gpt(), world, optimizer=Mine())
 
 
-# ---- steps that do not end -------------------------------------------------------------------------------------------
+# ---- steps that do not end -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
@@ -118,7 +118,7 @@ def test_a_signal_to_stop_ends_training_and_lets_an_evaluation_be(world):
         world.guard.stop_requested = 0
 
 
-# ---- what cannot be trained on ---------------------------------------------------------------------------------------
+# ---- what cannot be trained on -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", [gpt(), mlp()], ids=["gpt", "mlp"])

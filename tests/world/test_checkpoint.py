@@ -21,7 +21,7 @@ from zmpi.saving.checkpoint import find
 SIZES = (1, 3)
 
 
-# ---- the same bits ---------------------------------------------------------------------------------------------------
+# ---- the same bits -------------------------------------------------------------------------------
 
 
 @pytest.mark.sizes(3)
@@ -151,7 +151,7 @@ def test_ranks_that_own_nothing_but_padding_save_and_load(world, folder, stage):
     assert first.train_step(batch) == second.train_step(batch) and state(first) == state(second)
 
 
-# ---- weights for other tools -----------------------------------------------------------------------------------------
+# ---- weights for other tools ---------------------------------------------------------------------
 
 
 @pytest.mark.sizes(3)
@@ -180,7 +180,7 @@ def test_an_export_is_the_trained_model(world, folder, stage):
     assert y.tobytes() == expected.tobytes()
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

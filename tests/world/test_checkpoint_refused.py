@@ -168,7 +168,7 @@ def test_a_file_in_the_folders_place_is_an_error_on_all_ranks(world, comm, folde
         engine(world).save(folder / "missing" / "deeper")
 
 
-# ---- a signal that is agreed -----------------------------------------------------------------------------------------
+# ---- a signal that is agreed ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("number", "status"), [(15, 143), (10, 0)], ids=["SIGTERM", "SIGUSR1"])

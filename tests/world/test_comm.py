@@ -34,7 +34,7 @@ def vector_of(rank, length, dtype=np.float32):
     return (rng.standard_normal(length) * 10.0 ** rng.integers(-3, 4, length)).astype(dtype)
 
 
-# ---- all_gather ------------------------------------------------------------------------------------------------------
+# ---- all_gather ----------------------------------------------------------------------------------
 
 
 @dtypes
@@ -62,7 +62,7 @@ def test_all_gather_in_place_leaves_the_own_slice(comm, chunk_bytes):
     assert full.tobytes() == expected.tobytes()
 
 
-# ---- reduce_scatter --------------------------------------------------------------------------------------------------
+# ---- reduce_scatter ------------------------------------------------------------------------------
 
 
 def left_to_right(layout, ranks, rank, dtype=np.float32, onto=0.0):
@@ -125,7 +125,7 @@ def test_scalars_come_from_every_rank_in_order(comm):
     assert talk.gather_scalars([]).shape == (comm.size, 0)
 
 
-# ---- B16: what memory a buffer may be --------------------------------------------------------------------------------
+# ---- B16: what memory a buffer may be ------------------------------------------------------------
 
 
 def shapes_of(vector):
@@ -203,7 +203,7 @@ def test_data_in_another_order_of_memory_are_read_element_by_element(comm):
             assert zero.evaluate([tuple(arrange(array) for array in batch[0])]) == loss
 
 
-# ---- B14: gathers under way ------------------------------------------------------------------------------------------
+# ---- B14: gathers under way ----------------------------------------------------------------------
 
 
 class Lazy(Communicator):

@@ -60,7 +60,7 @@ def computed(cuda, values):
     return array
 
 
-# ---- the collectives -------------------------------------------------------------------------------------------------
+# ---- the collectives -----------------------------------------------------------------------------
 
 
 @transports
@@ -175,7 +175,7 @@ def test_the_sum_may_lie_in_the_own_slice_of_what_is_sent(comm, transport, reduc
     )
 
 
-# ---- what must not be handed to MPI ----------------------------------------------------------------------------------
+# ---- what must not be handed to MPI --------------------------------------------------------------
 
 
 @transports
@@ -215,7 +215,7 @@ def test_the_array_is_none_of_the_hosts():
     assert array.__cuda_array_interface__["data"][0] == array.data.ptr
 
 
-# ---- planted faults: each is found, so the tests above would find it ---------------------------------------------------
+# ---- planted faults: each is found, so the tests above would find it -----------------------------
 
 
 class Hasty(Direct):
@@ -281,7 +281,7 @@ def test_a_copy_by_way_of_the_host_is_found(comm):
         gathered_right(comm, HostCopy, (True, True))
 
 
-# ---- the engine ------------------------------------------------------------------------------------------------------
+# ---- the engine ----------------------------------------------------------------------------------
 
 
 def run(world, model, stage, policy, accumulate=2, steps=2):

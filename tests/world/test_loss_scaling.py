@@ -40,7 +40,7 @@ def state_of(zero):
     return [vector.tobytes() for vector in vectors], zero.updates
 
 
-# ---- B02: one rank alone sees the overflow ---------------------------------------------------------------------------
+# ---- B02: one rank alone sees the overflow -------------------------------------------------------
 
 
 @stages
@@ -125,7 +125,7 @@ def test_a_loss_that_is_not_finite_ends_a_run_whose_scale_is_1(comm, stage):
         assert state_of(zero) == before
 
 
-# ---- B05: a gradient of zero -----------------------------------------------------------------------------------------
+# ---- B05: a gradient of zero ---------------------------------------------------------------------
 
 
 @stages
@@ -157,7 +157,7 @@ def test_a_row_without_gradient_stays_as_it_is(comm, precision, stage):
         assert all(np.isfinite(vector).all() for vector in kinds["optimizer"])
 
 
-# ---- masters ---------------------------------------------------------------------------------------------------------
+# ---- masters -------------------------------------------------------------------------------------
 
 
 @stages
@@ -210,7 +210,7 @@ def test_the_largest_16_bit_weight_is_trained_on(comm):
     assert zero.evaluate(share(zero.model, 1, zero.world, 1)) > 0
 
 
-# ---- proof that the scale does something -----------------------------------------------------------------------------
+# ---- proof that the scale does something ---------------------------------------------------------
 
 
 class Faint(Layer):

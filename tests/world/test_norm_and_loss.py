@@ -26,7 +26,7 @@ def change(before, after):
     )
 
 
-# ---- B01: the norm, and clipping -------------------------------------------------------------------------------------
+# ---- B01: the norm, and clipping -----------------------------------------------------------------
 
 
 @stages
@@ -74,7 +74,7 @@ def test_ten_clipped_steps_end_at_the_references_parameters(comm, model, stage):
         )  # cases/README: reference run
 
 
-# ---- B03: unequal ranks ----------------------------------------------------------------------------------------------
+# ---- B03: unequal ranks --------------------------------------------------------------------------
 
 
 def uneven(model, world, counted):
@@ -148,7 +148,7 @@ def test_unequal_numbers_of_micro_batches_are_one_error_on_all_ranks(comm):
         zero.train_step([])
 
 
-# ---- B04: accumulation -----------------------------------------------------------------------------------------------
+# ---- B04: accumulation ---------------------------------------------------------------------------
 
 
 @stages

@@ -145,7 +145,7 @@ def test_padding_stays_zero(comm, stage):
             assert not vector[len(vector) - tail :].any()
 
 
-# ---- B06: weight decay -----------------------------------------------------------------------------------------------
+# ---- B06: weight decay ---------------------------------------------------------------------------
 
 
 class Level(GPT):
