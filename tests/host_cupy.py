@@ -1,4 +1,4 @@
-"""CuPy on a CPU, as far as the twins need it (`kernels` of models and zmpi.numbers): to run, not fast.
+"""CuPy on a CPU, as far as the twins need it (`kernels` of models and zmpi.numbers); not fast.
 
 Their kernels are the real text, compiled by g++ with a block of threads as a loop; cuBLAS's product is written here from
 its documentation, on bare addresses. What it cannot show: races, warp shuffles, CuPy's own functions.
@@ -45,7 +45,7 @@ extern "C" void on_cpu_{name}(unsigned blocks, unsigned threads, {declared}) {{
 
 
 def cuda_includes():
-    """The folder of CUDA's headers, where the packages of the extra `kernels` are installed, or None."""
+    """The folder of CUDA's headers if the packages of the extra `kernels` are installed, or None."""
     needed = ("cuda_bf16.h", "crt", "nv/target")  # of nvidia-cuda-runtime, -crt and -cccl
     folders = [folder for path in sys.path for folder in Path(path).glob("nvidia/cu*/include")]
     return next(
@@ -153,7 +153,7 @@ def _compiled(code, options, kernels):
 
 
 def _matrices(address, kind, shape, leading, stride, count):
-    """`count` matrices by columns, (count, rows, columns), as a view of the memory at an address."""
+    """`count` matrices in column order, (count, rows, columns): a view of memory at an address."""
     item = np.dtype(TYPES[kind]).itemsize
     nbytes = item * ((count - 1) * stride + (shape[1] - 1) * leading + shape[0])
     memory = np.frombuffer((ctypes.c_char * nbytes).from_address(address), TYPES[kind])
@@ -187,7 +187,7 @@ def gemm(
     compute,
     algorithm,
 ):
-    """cublasGemmStridedBatchedEx: C = alpha op(A) op(B) + beta C, all by columns, added up in the type of `compute`."""
+    """cublasGemmStridedBatchedEx: C = alpha op(A) op(B) + beta C, in column order, sums in `compute`."""
     assert row_a >= (k if op_a else m) and row_b >= (n if op_b else k) and row_c >= m
     assert (
         kind_a == kind_b
@@ -207,7 +207,7 @@ def gemm(
 
 
 def install(monkeypatch):
-    """Put it in the place of CuPy; returns (models.kernels, zmpi.numbers.kernels), imported with it."""
+    """Put it in CuPy's place; returns (models.kernels, zmpi.numbers.kernels), imported with it."""
     cupy, cublas = ModuleType("cupy"), ModuleType("cupy_backends.cuda.libs.cublas")
     libs = ModuleType("cupy_backends.cuda.libs")
     for name in (

@@ -1,4 +1,4 @@
-"""Run under mpirun: `save DIR PRECISION` at one number of ranks, then `resume DIR PRECISION` at any other; it checks itself.
+"""Under mpirun: `save DIR PRECISION` at one number of ranks, `resume DIR PRECISION` at another.
 
 The global batch is 12 micro-batches of 2 sequences, at every number of ranks that divides 12.
 """

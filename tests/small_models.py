@@ -1,4 +1,4 @@
-"""Two models small enough for finite differences, with weights and a batch; and a way to all arrays of a nest of dicts."""
+"""Small models for finite differences, with weights and a batch; and all arrays of nested dicts."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ SMALL_MLP = {"layers": 2, "width": 6, "context": 5, "vocab": 11}
 
 
 def gpt_case(dtype=np.float64):
-    """A model, weights far from their initial values (so that no gradient is tiny), and a batch with repeated tokens."""
+    """A model, weights that give no tiny gradients, and a batch with repeated tokens."""
     model = GPT(**SMALL_GPT)
     inputs = np.array([[3, 1, 3, 10, 0], [7, 7, 2, 1, 3], [0, 9, 9, 9, 1]])
     targets = np.array([[1, 3, 10, 0, -1], [7, 2, -1, 3, 5], [9, 9, 9, 1, 0]])

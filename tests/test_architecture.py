@@ -1,4 +1,4 @@
-"""The house: who may import whom, and how large things may grow (DESIGN: a file, a function, the core)."""
+"""The house: who may import whom, and how large a file, a function and the core may be."""
 
 import ast
 import configparser
@@ -70,7 +70,7 @@ def module(path):
 
 
 def imports(path):
-    """Modules that a file imports anywhere in it, in full; and whatever it takes out of them, which may be modules too."""
+    """The modules that a file imports anywhere, in full, and what it imports from them."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -194,12 +194,12 @@ def test_every_folder_of_code_is_installed():
     }
 
 
-# What each command has, and an update that is written twice on purpose: in blocks, and as a textbook has it.
+# What each command has, and an update written twice on purpose: in blocks, and as in a textbook.
 BOUND_TWICE = {"main", "parser", "COMMAND", "adamw"}
 
 
 def test_a_public_name_means_one_thing():
-    """No two files bind one name at their top level, nor that of another file; a kernel has the name of its twin."""
+    """No two files bind one top-level name, nor another file's name; a kernel has its twin's name."""
     files = {path.stem: path for path in FILES if path.stem not in ("__init__", "attention")}
     homes = {}
     for path in FILES:

@@ -1,4 +1,4 @@
-"""Everything that a person can get wrong on the command line: one line, printed once, status 2, nothing written."""
+"""What a user can get wrong on the command line: one line, printed once, status 2, no files."""
 
 import gzip
 import json
@@ -30,7 +30,7 @@ SMALL = [
     "1",
 ]
 PATHS = ("--data", "--log", "--checkpoint", "--init-from", "--trace")
-FLAGS = {  # arguments (words, or a tuple where they are not divided by spaces) -> what the line must name
+FLAGS = {  # arguments (a string, or a tuple if they contain spaces) -> what the line must contain
     "--heads 7 --width 64": "--heads: 7 does not divide width 64",
     "--heads 0": "--heads: expected a whole number of at least 1, got 0",
     "--heads two": "--heads:",
@@ -239,7 +239,7 @@ def test_a_command_without_mpi_runs_once_under_a_launcher(command, tmp_path):
 
 
 def into_closed_pipe(command, *flags):
-    """(status, stderr) of a command whose reader is gone before it prints a word, as with `| head -0`."""
+    """(status, stderr) of a command whose reader ends before it prints, as with `| head -0`."""
     reader, writer = os.pipe()
     os.close(reader)
     # A rank's number that another job left behind is none of this one's.

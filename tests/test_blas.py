@@ -109,7 +109,7 @@ print(set_threads(os.environ), open("/proc/self/status").read().split("Threads:"
     ids=str,
 )
 def test_the_number_of_threads_that_is_told_is_the_blass(chosen):
-    """As the system counts them. Also where a script imports NumPy before zmpi, when the environment comes too late."""
+    """As the system counts them; also if a script imports NumPy first, too late for the environment."""
     if (
         python(
             "import numpy; from zmpi.process import blas; print(blas._loaded_blas())", os.environ

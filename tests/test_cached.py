@@ -20,7 +20,7 @@ def walk_of(model, weights):
 
 @pytest.fixture
 def case():
-    """A model whose context is longer than one block of attention rows, its pass, and two sequences."""
+    """A model whose context exceeds one block of attention rows, its pass, and two sequences."""
     model = GPT(layers=2, width=6, heads=3, context=ROWS + 9, vocab=11)
     tokens_BT = np.random.default_rng(2).integers(0, model.vocab, (2, model.context))
     return model, walk_of(model, spread(plain_weights(model, 0, np.float64))), tokens_BT

@@ -1,4 +1,4 @@
-"""What a container lends, from folders that look like /proc and /sys/fs/cgroup: cores, and bytes of memory."""
+"""A container's limits, from folders that look like /proc and /sys/fs/cgroup: cores and memory."""
 
 from math import inf
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ V1 = "4:memory:/job/step\n1:cpu,cpuacct:/job/step\n0::/\n"
         (V1, {"cpu,cpuacct/job": {"cpu.cfs_quota_us": 150000, "cpu.cfs_period_us": 50000}}, 3),
         (V1, {"cpu/job/step": {"cpu.cfs_quota_us": 100000, "cpu.cfs_period_us": 100000}}, 1),
         (V1, {"cpu/job/step": {"cpu.cfs_quota_us": -1, "cpu.cfs_period_us": 100000}}, inf),
-        # Docker with version 1: the path is the host's, what is mounted is the container's own group
+        # Docker with version 1: the path is the host's, the mount is the container's own group
         (V1, {"cpu": {"cpu.cfs_quota_us": 100000, "cpu.cfs_period_us": 100000}}, 1),
         ("", {}, inf),
     ],
@@ -100,7 +100,7 @@ def test_the_limit_of_memory_is_the_smallest_on_the_way_to_the_root(
 
 @pytest.mark.parametrize(("quota", "share"), [(1, 1), (1.9, 1), (0.5, 1), (3, 1), (4, 2), (8, 2)])
 def test_the_ranks_of_a_container_share_its_quota(tmp_path, monkeypatch, quota, share):
-    """2 ranks of a machine with 4 cores. A part of a core is no thread's: it would hold up the others."""
+    """2 ranks on 4 cores. A fraction of a core is no thread's: it would delay the others."""
     monkeypatch.setattr(cores.os, "sched_getaffinity", lambda process: set(range(4)), raising=False)
     container = {"job": {"cpu.max": f"{int(quota * 1000)} 1000"}}
     system(tmp_path, {"self": "0::/job\n", cores.os.getppid(): "0::/job\n"}, container)
@@ -129,7 +129,7 @@ def test_a_memory_limit_is_named_instead_of_the_machines_memory(tmp_path):
 
 
 def test_a_step_that_does_not_fit_into_the_limit_is_refused(monkeypatch):
-    """By what it holds at its highest, gathered weights and activations too: the state alone would fit."""
+    """By its peak, gathered weights and activations included: the state alone would fit."""
     model, world = MLP(1, 300, 8, 200), SimpleNamespace(size=2, rank=0, reduction="auto")
     world.device = SimpleNamespace(name="cpu")
     batch = 5, 1  # sequences, micro-batches

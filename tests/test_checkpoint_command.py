@@ -1,4 +1,4 @@
-"""zmpi.train's checkpoints as a user meets them: resumed in a new process, killed, damaged, contradicted, exported."""
+"""zmpi.train's checkpoints for a user: resumed, killed, damaged, contradicted, exported."""
 
 import json
 import signal
@@ -69,7 +69,7 @@ def test_a_new_process_goes_on_to_the_same_bits():
 
 
 def test_another_number_of_ranks_sees_the_same_sequences_in_the_same_order(saved, tmp_path):
-    """B11: with `ordered` and the same micro-batch the bits are those of the run that never stopped (accumulate follows)."""
+    """B11: with `ordered` and the same micro-batch, the bits of the run that never stopped."""
     flags = [*MODEL, "--decay-steps", "8", "--reduction", "ordered"]
     straight = train(4, *flags, "--steps", "8", "--log", tmp_path / "straight.log")
     first = train(4, *flags, "--steps", "4", "--checkpoint", tmp_path / "dir")
@@ -132,7 +132,7 @@ def test_a_file_that_is_no_log_is_not_written_over(copy, tmp_path, text):
 
 
 def test_a_checkpoint_names_no_code_to_run(tmp_path):
-    """A communicator of one's own must be given again, from wherever it lies now; an older checkpoint's is not run."""
+    """Your own communicator's flag is given again, wherever the file is now; no old code is run."""
     ran, flags = tmp_path / "ran", ["--checkpoint", tmp_path / "dir"]
     code = f"from pathlib import Path\nfrom zmpi.messages.comm import Communicator\nPath({str(ran)!r}).touch()\n"
     (tmp_path / "mine.py").write_text(f"{code}\n\nclass Mine(Communicator):\n    pass\n")
@@ -164,7 +164,7 @@ def changed(checkpoint, change):
 
 
 def test_what_a_killed_save_left_is_replaced(copy):
-    """B10: resumes from the last complete step, runs past the step whose save was cut short, saves it."""
+    """B10: resumes from the last complete step, passes the step whose save was cut short, saves it."""
     half = copy / ".saving-step-00000006-save-3"
     half.mkdir()
     (half / "rank-0000.bin").write_bytes(b"half")
@@ -188,7 +188,7 @@ def test_what_a_killed_save_left_is_replaced(copy):
 
 
 def test_a_strange_file_system_and_a_foreign_checkpoint_end_no_run(copy, tmp_path):
-    """Each is one line: no locks, no fsync of folders, an old checkpoint that stays, another run's that is newer."""
+    """One line each: no locks, no fsync of folders, an old checkpoint that stays, another run's."""
     foreign = copy / "step-00000500-save-99"
     foreign.mkdir()
     for file in newest(copy).iterdir():
@@ -338,7 +338,7 @@ def test_damage_is_found_and_named_by_the_command():
     ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 0)], ids=["SIGTERM", "SIGUSR1"]
 )
 def test_the_first_signal_saves_and_ends(tmp_path, number, status):
-    """Sent by one rank to itself before its third step; and again at once: then nothing is saved."""
+    """Sent by one rank to itself before its third step; a second one ends it without a save."""
     flags = [*MODEL, "--steps", "500", "--checkpoint", tmp_path / "dir"]
     run = run_world(3, [DRIVER, "signal", 1, int(number), *flags], 60)
     assert run.status == status and not run.left, run.output
@@ -385,7 +385,7 @@ def run_python(code):
 
 
 def test_the_round_trip_through_an_export_is_exact(saved, tmp_path):
-    """B12: trained at stage 3, exported without MPI, started from at another stage and size: the same weights.
+    """B12: trained at stage 3, exported without MPI, loaded at another stage and size: same weights.
 
     A rate of 1e-60 is 0 in float32.
     """

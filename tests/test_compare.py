@@ -1,4 +1,4 @@
-"""zmpi.compare: two runs that differ in seed, in one flipped weight, in the reduction, in nothing."""
+"""zmpi.compare: two runs that differ in seed, in one flipped weight, in the reduction, or not."""
 
 import json
 import math
@@ -34,7 +34,7 @@ FLIPPED = "hidden.0.weight", (4, 2), 20  # a parameter, an index, and a bit of i
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folder of the RUNS: NAME.jsonl and NAME, its checkpoints; and two that go on from them."""
+    """The folder of the RUNS: NAME.jsonl and NAME, its checkpoints; and two that continue them."""
     folder = tmp_path_factory.mktemp("runs")
     lines = {name: files(folder, name, f"{BASE} {flags}") for name, (_, flags) in RUNS.items()}
     trained(folder, 3, [lines[name] for name, (ranks, _) in RUNS.items() if ranks == 3])

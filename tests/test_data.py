@@ -1,4 +1,4 @@
-"""The data: which windows a step sees, that no split changes them, and what cannot be trained on (B11, B19)."""
+"""The data: a step's windows, the same for every split, and what cannot be used (B11, B19)."""
 
 import bz2
 import gzip
@@ -33,7 +33,7 @@ def text_of(tokens=1000, held_out=100, context=CONTEXT):
 
 
 def sequences(text, size, micro_batch, accumulate, step, seed=0, last_only=False):
-    """The global batch in the order of i, put together from every rank's micro-batches: [(inputs, targets), ...]."""
+    """The global batch in order of i, joined from the ranks' micro-batches: [(inputs, targets), ...]."""
     ranks = [
         Batches(text, r, size, micro_batch, last_only).of_step(seed, step, accumulate)
         for r in range(size)
@@ -338,7 +338,7 @@ def test_a_pipe_and_a_device_are_refused_before_they_are_opened(tmp_path):
 
 
 def test_a_text_is_told_from_another_wherever_they_differ():
-    """Every token counts in the spread samples of a text that they cover; and where the two parts meet is the same."""
+    """Every token of the spread samples counts, and so does where the two parts meet."""
     rng = np.random.default_rng(0)
     for length in (CONTEXT + 1, 1000, SPREAD * SAMPLE):
         tokens = rng.integers(0, 256, length, np.uint8)

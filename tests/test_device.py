@@ -1,4 +1,4 @@
-"""Which device and which transport are taken, and what is said about it. No GPU and no MPI is needed."""
+"""Which device and transport are chosen, and what is printed about it. Needs no GPU and no MPI."""
 
 import sys
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Every number that a setting may have: of flags and from Python. A bool is no number, and neither is NaN or infinity."""
+"""Every number that a setting may have, as a flag and from Python. No bool, NaN or infinity."""
 
 import json
 import math
@@ -86,7 +86,7 @@ def test_numbers_of_numpy_become_pythons_own():
 
 
 def test_eps_keeps_adams_step_a_number():
-    """Where no gradient ever came, m / (sqrt(v) + eps) is 0 / eps: eps is far enough above 0 for float32."""
+    """Without gradients m / (sqrt(v) + eps) is 0 / eps: eps is far enough above 0 for float32."""
     with pytest.raises(
         ValueError, match=r"^eps: expected a finite number of at least 1e-30, got 0"
     ):

@@ -1,4 +1,4 @@
-"""Promise P4, by planted faults: whatever happens on one rank, all are gone within 10 s, and one line says who it was.
+"""P4 by planted faults: all ranks end within 10 s of any fault, and one line gives the rank.
 
 Here runs a part of the table, each fault at each place, with ranks and sizes taking turns; the whole is
 `python tests/faults/table.py`.
@@ -35,6 +35,6 @@ def test_a_fault_on_one_rank_ends_all(started, run):
 
 
 def test_a_world_whose_first_rank_still_writes_is_healthy(started):
-    """7 s: longer than the 5 s after which a rank that stands in a collective gives up on one that has exited."""
+    """7 s: longer than the 5 s after which a rank in a collective gives up on one that has exited."""
     ended = started["healthy"].result()
     assert (ended.status, ended.output, ended.left) == (0, "written\n", [])

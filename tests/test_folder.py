@@ -1,4 +1,4 @@
-"""A folder of checkpoints: one job at a time, and whatever moment a job is killed at, a complete checkpoint remains."""
+"""Folders of checkpoints: one job at a time; whenever it is killed, a complete one remains."""
 
 import contextlib
 import fcntl
@@ -106,7 +106,7 @@ STEPS_OF_A_COMMIT = [
 def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(
     tmp_path, monkeypatch, place, before, count
 ):
-    """Before and after the first and second call of everything that changes the disk: a newer save counts, or it does not."""
+    """Before and after the first and second of every call that writes: the newer save counts, or not."""
     path = tmp_path / "dir"
     target = Folder(path, keep=1)
     add(target, 1)

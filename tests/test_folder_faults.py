@@ -1,4 +1,4 @@
-"""File systems and neighbours that a folder of checkpoints must outlive: what cannot be removed, synced, locked or trusted."""
+"""Faults of file systems and neighbours that a folder survives: removing, syncing, locks, strangers."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ from zmpi.saving.manifest import JSON, Manifest
 
 
 def run(path, *steps, keep=2):
-    """A job that saves these steps as the command does, with its place in the manifest; returns its warnings."""
+    """A job that saves these steps as the command does, with manifests; returns its warnings."""
     target = Folder(path, keep)
     for step in steps:
         save(target, step)
@@ -92,7 +92,7 @@ def test_a_link_in_an_old_checkpoints_place_is_unlinked_and_its_target_stays(tmp
 def test_a_folder_that_cannot_be_renamed_is_removed_where_it_is_its_manifest_first(
     tmp_path, monkeypatch
 ):
-    """A lower layer of overlayfs. Cut short after the manifest, it is no checkpoint, and the next job removes the rest."""
+    """overlayfs's lower layer. Cut short after its manifest it does not count; the next job removes it."""
     path = tmp_path / "dir"
     run(path, 1, 2, 3, keep=3)
     refusing(monkeypatch, os, "rename", errno.EXDEV, "dir/step-0000000")
@@ -187,7 +187,7 @@ def copied(source, target):
 
 @pytest.mark.parametrize("saves", [(99, False), (2, False), (99, True)], ids=str)
 def test_another_runs_checkpoint_never_takes_over(tmp_path, saves):
-    """With a higher save number or the same; and one that an older zmpi saved, whose manifest has no id."""
+    """With a higher save number or an equal one; and an older zmpi's, whose manifest has no id."""
     save_number, old = saves
     mine, other = tmp_path / "mine", tmp_path / "other"
     run(mine, 1, 2)

@@ -1,4 +1,4 @@
-"""zmpi.generate's parts without MPI: what is drawn, how text comes out, and what a prediction sees."""
+"""zmpi.generate's parts without MPI: sampling, how text is printed, what a prediction sees."""
 
 import gzip
 import io
@@ -162,7 +162,7 @@ def test_a_tokenizers_text_comes_out_as_it_grows(words):
 @given(st.lists(st.integers(0, 259) | st.sampled_from([0, 0xE2, 0x82, 0xAC, 0xF0, 1]), max_size=60))
 @settings(deadline=None)
 def test_what_is_printed_is_what_the_whole_is_decoded_to(tokens):
-    """Bytes in any order: characters that never become whole, runs of them, and tokens without text (256 and above)."""
+    """Bytes in any order: characters that never complete, runs of them, and tokens without text."""
 
     def decode(tokens):
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
@@ -177,7 +177,7 @@ EURO = ["<0xE2>", "<0x82>", "<0xAC>"]
 @given(st.lists(st.sampled_from([["▁the"], ["▁"], ["re"], ["<s>"], EURO]), max_size=40))
 @settings(deadline=None)
 def test_other_decoders_texts_come_out_as_they_grow_too(words_of_llama, tokens):
-    """A first token without its space, and bytes that are decoded one by one, as long as they are whole characters."""
+    """A first token without its space, and bytes decoded one by one while characters are whole."""
     numbers = [words_of_llama.token_to_id(token) for group in tokens for token in group]
     out = Growing(words_of_llama.decode)
     told = "".join(out.add(token) for token in numbers) + out.rest()
@@ -201,7 +201,7 @@ def words_of_llama():
 
 @pytest.mark.parametrize("kind", ["text", "broken", "without text"])
 def test_decoding_four_times_the_tokens_is_four_times_the_work(kind):
-    """Counted in tokens that are decoded. Decoding the whole for every token would be sixteen times."""
+    """Counted in decoded tokens. Decoding all text for every token would take sixteen times as many."""
     counted, each = [], {"text": b"word ", "broken": b"\xe2", "without text": b""}[kind]
 
     def decode(tokens):
@@ -288,7 +288,7 @@ def test_what_is_no_tokenizer_is_named(tmp_path):
 
 
 def test_only_tokens_with_a_text_are_drawn(words, made):
-    """A model's vocabulary is often padded beyond its tokenizer's, and a tokenizer may leave numbers out."""
+    """A model's vocabulary is often larger than its tokenizer's, which may also skip numbers."""
     vocab = {word: 2 * number for word, number in made["model"]["vocab"].items()}
     coding = words(model=made["model"] | {"vocab": vocab}, added_tokens=[])
     zero = Alone(GPT(layers=1, width=6, heads=3, context=9, vocab=700))

@@ -1,4 +1,4 @@
-"""The guard in small worlds of its own, each a few lines of raw mpi4py: the cases that the fault table does not hold."""
+"""The guard in small worlds of raw mpi4py: the cases that the table of faults does not have."""
 
 import re
 import signal
@@ -50,7 +50,7 @@ class End:
 
 
 def world(*scripts):
-    """The test gets `end`, how the script's world ended; with several scripts it runs once for each."""
+    """The test gets `end`, how the script's world ended; it runs once for each of several scripts."""
     return pytest.mark.parametrize(
         "end", scripts, indirect=True, ids=range(len(scripts)) if len(scripts) > 1 else ["world"]
     )
@@ -168,7 +168,7 @@ def test_who_leaves_a_wait_by_an_exit_has_not_taken_part_in_it(end):
 
 @world(Script(MEET + "if rank == 2: raise SystemExit(256)\nall_gather('next')"))
 def test_who_exits_alone_ends_the_world_with_a_status_other_than_0(end):
-    """Of 256 the operating system keeps 0, and nothing tells the guard the status of a SystemExit that is raised by hand."""
+    """The system turns 256 into 0, and the guard does not see the status of a raised SystemExit."""
     assert (end.status, len(end.lines)) == (1, 1), end.output
     assert end.lines[0].startswith("zmpi: rank 2: exited after all_gather first;")
 
@@ -203,7 +203,7 @@ def test_an_aborted_world_leaves_no_shared_memory_behind(end):
 
 
 def test_ctrl_c_ends_one_process_with_one_line_too():
-    """Also where this test runs in the background of a shell that has it ignored, which children inherit."""
+    """Also if this test runs in the background of a shell that ignores the signal: children inherit."""
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code = heard + HEAD + "os.kill(os.getpid(), signal.SIGINT); time.sleep(100)"
     ended = subprocess.run(
@@ -221,7 +221,7 @@ PDB = ["-m", "pdb", "-c", "continue", "-c", "quit"]
 
 
 def test_a_script_and_a_command_run_under_the_debugger(tmp_path):
-    """pdb runs them in a __main__ without __spec__, and keeps the stdout that it found at its start."""
+    """pdb runs them in a __main__ without __spec__, and keeps the stdout of its start."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os; from zmpi import World; os.write(1, b'rank %d\\n' % World(device='cpu').rank)"
@@ -255,7 +255,7 @@ def test_an_exception_in_another_thread_ends_all(end):
     )
 )
 def test_a_stopped_rank_gives_no_answer(end):
-    """SIGSTOP holds all threads of the process, as a dead node or a system call that never returns would."""
+    """SIGSTOP stops all threads of a process, like a dead node or a system call that never returns."""
     assert (end.status, end.lines) == (
         1,
         ["zmpi: all_gather next did not complete within 2 s: no answer from rank 1"],
@@ -280,7 +280,7 @@ def work(seconds):  # in small parts, as a suspended process would go on with it
     Script(f"{SUSPEND}suspend_all(4)\nif rank == 1: work(1)\nguard.meet(2)\nall_gather('first')"),
 )
 def test_a_job_that_was_suspended_as_a_whole_goes_on(end):
-    """SIGSTOP to all ranks for longer than the timeout. They are not late, though the clock says so."""
+    """SIGSTOP to all ranks for longer than the timeout: they are not late, though the clock says so."""
     assert (end.status, end.lines) == (0, []), end.output
 
 
@@ -302,7 +302,7 @@ all_gather("next")
 
 @world(Script(MEET + SUSPEND + PATIENCE))
 def test_a_job_that_is_suspended_while_it_ends_still_says_why(end):
-    """The rank that speaks is stopped, in the middle of its traceback, for longer than the patience with it."""
+    """The reporting rank is stopped within its traceback, for longer than the others' patience."""
     assert (end.status, end.lines) == (1, ["zmpi: rank 1: Stops: out of luck"]), end.output
 
 
@@ -366,7 +366,7 @@ for _ in range(2):
 
 @world(Script(MEET + FINISH, 1), Script(MEET + FINISH, 3))
 def test_the_first_signal_may_be_kept_for_the_end_of_a_step(end):
-    """With checkpoints a run wants to save before it ends; whoever sends a second signal does not want to wait."""
+    """With checkpoints a run saves before it ends; a second signal ends it without waiting."""
     assert (end.status, end.lines) == (128 + signal.SIGUSR1, ["zmpi: rank 0: ended by SIGUSR1"]), (
         end.output
     )

@@ -179,7 +179,7 @@ def test_a_step_in_which_no_target_counts_is_an_error():
 
 
 def float64_arrays_seen_in(case):
-    """Runs one float32 step with a look, before every line of models/, at all local variables of the line's function."""
+    """Run a float32 step, looking at all local variables before every line of models/."""
     folder, found = str(Path(models.__file__).parent), set()
 
     def look(frame, event, arg):
@@ -218,7 +218,7 @@ def test_a_float64_array_would_be_seen(monkeypatch):
 
 
 class Elsewhere(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array that, like one on a GPU, computes with its own kind and with Python numbers only; notes result dtypes."""
+    """An array that, like a GPU's, only computes with its own kind and Python numbers; notes dtypes."""
 
     dtypes: ClassVar = set()
 

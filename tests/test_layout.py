@@ -1,4 +1,4 @@
-"""Where parameters lie: every element once, padding at the end, shards and pieces of equal length."""
+"""Where parameters are: every element once, padding last, shards and pieces of equal length."""
 
 from itertools import pairwise
 from math import lcm, prod
@@ -112,7 +112,7 @@ def test_chunks_cover_a_range_once_and_in_order(length, limit):
 def test_no_count_of_a_unit_of_more_than_2_to_the_31_elements_comes_near_2_to_the_31(
     shards, itemsize
 ):
-    """B13 (a), integers only: as the communicator cuts, a chunk is 1 element of a datatype of so many; their sum too."""
+    """B13 (a), integers only: chunks are elements of a large datatype; their sum stays in range too."""
     layout = layout_of({"a": (2**31 + 7,)}, shards)
     limit = max(1, (16 << 20) // (itemsize * shards))
     found = chunks(layout.shard_length, limit)

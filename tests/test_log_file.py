@@ -1,4 +1,4 @@
-"""What a run writes belongs to its user: the log and the trace through links, pipes and rotation, and on a full disk."""
+"""A user's log and trace: through links, pipes and rotation, and on a full disk."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def names(folder):
 
 @pytest.fixture
 def at_work(tmp_path):
-    """A long run that has logged its first steps, and saves when it is told to end; then its process."""
+    """A long run that has logged its first steps, and saves when told to end; then its process."""
     flags = ["--steps", 100_000, "--log", tmp_path / "log", "--checkpoint", tmp_path / "dir"]
     with subprocess.Popen([*TRAIN, *map(str, flags)], env=ENVIRONMENT, stderr=subprocess.PIPE) as p:
         try:
@@ -51,7 +51,7 @@ def lines_of(path):
 
 
 def test_a_log_at_work_is_refused_to_others_and_may_be_rotated(at_work, tmp_path):
-    """Rotation by copy and truncate left zeros where the copied lines had been, and --resume then refused the log."""
+    """Rotation by copy and truncate left zeros in the log, and --resume then refused it."""
     log = tmp_path / "log"
     for flags in (["--log", log], ["--log", tmp_path / "other", "--trace", log]):
         other = alone(*MLP, "--steps", 1, *flags)
@@ -96,7 +96,7 @@ def test_a_dangling_link_stays_a_link_and_a_refusal_changes_nothing(tmp_path):
 
 
 def test_a_log_in_an_appended_stdout_and_a_validation_loss_that_is_not_finite(tmp_path):
-    """Two in one run. What was in the file stays, and all is saved; the summary ended in a TypeError."""
+    """Two in one run. What was in the file stays, and all is saved; the summary raised a TypeError."""
     (tmp_path / "out").write_text("precious\n")
     diverging = words("--steps 1 --optimizer sgd --lr 1e30 --warmup 0 --clip 0 --log /dev/stdout")
     ended = shell(f'exec "$@" >> {tmp_path}/out', *diverging, "--checkpoint", tmp_path / "dir")
@@ -112,7 +112,7 @@ def test_a_log_in_an_appended_stdout_and_a_validation_loss_that_is_not_finite(tm
 
 
 def test_a_run_outlives_its_streams(tmp_path):
-    """Closed, read by someone who leaves, full: the training is done and saved, and no file becomes number 1 or 2."""
+    """Closed, its reader gone, full: training finishes and saves, and no file becomes number 1 or 2."""
     cases = {
         "closed": 'exec "$@" >&- 2>&-',
         "left": '"$@" 2>&1 | head -1',
@@ -157,7 +157,7 @@ def last_word(output):
 
 
 def check_saved_up_to_the_logs_end(log, folder, output):
-    """All lines of the log are whole, and the checkpoint is that of the step after them, or of the next."""
+    """All lines of the log are whole; the checkpoint is of the next step, or of the one after it."""
     _, steps, _ = log_of(log)
     (saved,) = folder.glob("step-*")
     assert log.read_bytes().endswith(b"\n")
@@ -173,7 +173,7 @@ def test_a_disk_that_fills_under_the_log_ends_a_run_after_its_checkpoint(small_d
 
 
 def test_a_log_that_grows_too_large_ends_a_run_after_its_checkpoint(tmp_path):
-    """The same without a mount: by a limit on a file's size, set when MPI has made its own files."""
+    """The same without a mount: by a limit on file size, set after MPI has made its own files."""
     log, folder = tmp_path / "log", tmp_path / "dir"
     limited = f"""
 import resource, sys

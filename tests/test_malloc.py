@@ -19,7 +19,7 @@ def test_freed_memory_is_kept_or_there_is_no_glibc():
 
 
 def test_a_page_that_was_freed_is_not_faulted_in_again():
-    """1,000 faults for each 8 MB pair without it; the bound leaves room for the interpreter's own."""
+    """Without it 1,000 faults per 8 MB pair; the bound leaves room for the interpreter's own."""
     script = """
 import resource
 import zmpi
@@ -37,7 +37,7 @@ print(faults() - first)
 
 
 def test_arrays_lie_where_huge_pages_are_asked_for():
-    """An array of 1 MiB, for which NumPy itself asks nothing. Whether the kernel has such pages free is not ours to test."""
+    """1 MiB, for which NumPy asks nothing. Whether the kernel has such pages is not tested."""
     script = """
 import zmpi
 import numpy as np
@@ -58,7 +58,7 @@ for line in open("/proc/self/smaps"):
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="reads Linux's /proc")
 @pytest.mark.parametrize("kind", ["AS", "DATA"])
 def test_where_address_space_is_limited_the_heap_takes_little_of_it(kind):
-    """As under `ulimit -v`: a gigabyte that is reserved there is one that libraries and messages lack."""
+    """As under `ulimit -v`: a gigabyte reserved there is one that libraries and messages lack."""
     script = f"""
 import resource
 resource.setrlimit(resource.RLIMIT_{kind}, (1100 << 20, 1100 << 20))

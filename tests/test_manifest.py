@@ -1,4 +1,4 @@
-"""Checkpoints on disk, without MPI: blocks and their checksums, where an element lies, and folders that survive a crash."""
+"""Checkpoints on disk, without MPI: blocks, checksums, where elements are, surviving a crash."""
 
 import subprocess
 from math import prod
@@ -170,7 +170,7 @@ def test_a_whole_parameter_reads_in_its_shape(tmp_path):
 
 
 def test_the_ranks_shares_of_the_check_are_all_blocks(tmp_path, small_blocks):
-    """Whatever the number of those who check: a flip in any block is found by exactly one of them."""
+    """With any number of checkers, a flip in any block is found by exactly one of them."""
     save(tmp_path / "step", 3)
     manifest = Manifest.read(tmp_path / "step")
     for file, record in enumerate(manifest.files):

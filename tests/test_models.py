@@ -240,7 +240,7 @@ def test_initial_weights_depend_on_seed_and_name_only():
 
 
 def test_the_key_is_the_same_in_every_process():
-    # what this function gave when it was written; another number here means that all seeds mean other weights
+    # what this function gave when it was written; another number means that every seed changed
     assert key_for(0, "h.0.")("attn.c_attn.weight").integers(1 << 32) == 3716446471
 
 

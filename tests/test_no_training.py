@@ -1,4 +1,4 @@
-"""A run that trained nothing does not look like one that did: it says so, saves nothing and ends with status 1."""
+"""A run that trained nothing says so, saves nothing and ends with status 1."""
 
 import json
 import re
@@ -27,7 +27,7 @@ class Engine:
 
 
 def counted(engine, steps):
-    """The warnings of steps, each "s" (skipped), "0" (a gradient of 0) or "." (trained); what remains to be said."""
+    """The warnings of steps, each "s" (skipped), "0" (gradient 0) or "." (trained), and the fault."""
     progress, warnings = Progress(engine), []
     for step in steps:
         engine.take(step == "s", 0.0 if step == "0" else 1.0)
@@ -77,7 +77,7 @@ def test_a_run_whose_steps_were_all_skipped_says_so_on_every_rank(tmp_path):
 
 
 def test_skipped_steps_push_no_checkpoint_out_and_a_resume_repairs_the_scale(tmp_path):
-    """A resume may give another loss scale: without that, one that never fits would be taken for ever."""
+    """A resume may set another loss scale, or one that never fits would be used for ever."""
     folder = ["--device", "cpu", "--checkpoint", tmp_path / "dir", "--keep", 1]
     fresh = alone(*MLP, "--precision", "float16", "--loss-scale", 8, "--steps", 2, *folder)
     assert fresh.returncode == 0 and "skipped 0 of 2 steps" in fresh.stdout, fresh.stderr

@@ -1,4 +1,4 @@
-"""Each operation alone: its gradient, its numbers, its dtype, and that no block size or alignment changes it.
+"""Each operation alone: gradient, numbers and dtype, for every block size and alignment.
 
 Gradients are compared in float64 with finite differences of five points, (8 (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h:
 at h = 1e-3 their error is about h^4 = 1e-12 by truncation and eps / h = 1e-13 by rounding, so 1e-8 of the largest
@@ -38,7 +38,7 @@ def assert_gradient(f, array, gradient):
 
 
 def packed(*shapes, offset, dtype=np.float32):
-    """Arrays of random numbers that lie one after the other in one vector, from element `offset` on."""
+    """Arrays of random numbers, one after the other in one vector, from element `offset` on."""
     vector, views = np.empty(offset + sum(math.prod(s) for s in shapes), dtype), []
     for shape in shapes:
         views.append(vector[offset : offset + math.prod(shape)].reshape(shape))
@@ -64,7 +64,7 @@ def test_gelu_backward_is_the_gradient_of_gelu():
 
 
 def test_bias_gelu_is_the_plain_pair_in_one_pass(monkeypatch):
-    """float64: the same terms, associated differently; a few roundings of 2^-53 of numbers of up to 8."""
+    """float64: the same terms, associated differently; a few roundings of 2^-53 of numbers up to 8."""
     monkeypatch.setattr(ops, "BLOCK", 16)  # two rows of 7 at a time, the last block one row
     x, b, dy, db = 3 * normal(5, 7), normal(7), normal(5, 7, seed=1), normal(7, seed=2)
     slope, dx, before = x.copy(), dy.copy(), db.copy()

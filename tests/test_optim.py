@@ -1,4 +1,4 @@
-"""The optimizers against a textbook in float64, their learning rate, decay and clipping; and the norm's sum of squares."""
+"""Optimizers against a textbook in float64: learning rate, decay, clipping, sums of squares."""
 
 import math
 
@@ -60,7 +60,7 @@ def test_adamw_follows_the_textbook(dtype, tolerance, factor):
     for t, expected in enumerate(textbook_adamw(optimizer, 20, factor, dtype), start=1):
         owned.gradient[:] = gradient_of(t, dtype)
         optimizer.update(owned, t, factor)
-        # some ten roundings a step of numbers of about 1: 20 x 10 x 6e-8 at the very most, in float64 x 1e-16
+        # some ten roundings per step of numbers near 1: at most 20 x 10 x 6e-8, in float64 x 1e-16
         np.testing.assert_allclose(owned.master[:907], expected[:907], rtol=0, atol=tolerance)
 
 
@@ -267,7 +267,7 @@ def test_the_sums_of_squares_are_made_in_float64(dtype, length):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_piece_has_the_same_sum_beside_others_and_alone(length):
-    """So every number of ranks that divides the pieces finds the same bits: 12 pieces, cut for 1 to 12 ranks."""
+    """So every number of ranks that divides the pieces has the same bits: 12 pieces, 1 to 12 ranks."""
     vector = np.random.default_rng(length).standard_normal(12 * length).astype(np.float32)
     found = sums_of_squares(vector, 12).tolist()
     for size in (2, 3, 4, 6, 12):

@@ -1,4 +1,4 @@
-"""The files that a command writes for its user: what happens to links, to other people's files, and to a full disk."""
+"""The files that a command writes: links, other people's files, and a full disk."""
 
 import errno
 import fcntl
@@ -76,7 +76,7 @@ def test_one_job_at_a_time_has_the_file(tmp_path):
 
 
 def test_a_file_that_a_refused_job_removes_is_made_again(tmp_path, monkeypatch):
-    """It lies between this job's open and its lock: without a second look the log would have no name."""
+    """Between this job's open and its lock: without a second look the log would lose its name."""
     path, lock = tmp_path / "log", fcntl.flock
 
     def removing(*arguments):
@@ -208,7 +208,7 @@ def test_a_report_spares_a_folder_of_pictures_and_a_page_of_another_kind(tmp_pat
 
 
 def test_the_output_of_a_stream_is_the_stream_itself(tmp_path):
-    """A file that this process's stdout was redirected to, as /dev/stdout is: both write at one position."""
+    """This process's stdout redirected to a file, as /dev/stdout: both write at one position."""
     path, saved = tmp_path / "out", os.dup(1)
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT)

@@ -1,4 +1,4 @@
-"""FILE:CLASS: a model, an optimizer and a communicator of one's own, each a class in a file of its own and one flag."""
+"""FILE:CLASS: a model, an optimizer and a communicator of your own: one class and one flag each."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The planner: the paper's figures, dry runs of worlds that do not exist, and questions that have no answer."""
+"""The planner: the paper's figures, dry runs of large worlds, and questions without an answer."""
 
 import json
 import subprocess
@@ -77,7 +77,7 @@ def test_table_2s_theory_and_the_share_that_was_measured(capsys):
     "arguments", [HUNDRED_BILLION, TRILLION], ids=["100B on 400", "1T on 1,024"]
 )
 def test_a_large_world_is_walked_without_memory_or_mpi(arguments):
-    """Under 1 GB, and soon (1.4 and 3.1 s when this was written): a walk over the elements themselves would not end."""
+    """Under 1 GB, and soon (1.4 and 3.1 s when written): a walk over elements would not end."""
     command = [sys.executable, "-c", WITHOUT_MPI, *arguments.split()]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     assert float(done.stderr) < 1e9  # bytes resident: nothing of the model's size was allocated
@@ -202,7 +202,7 @@ def test_every_term_of_a_steps_time_is_taken_from_a_bench():
 
 
 def test_a_plan_prints_the_terms_of_a_bench_and_a_doctor(capsys, tmp_path):
-    """Messages by the size of a call: twice the bytes of the largest that was measured, twice its time and less."""
+    """Messages by call size: above the largest measured, twice the bytes take twice the time."""
     (tmp_path / "bench.json").write_text(json.dumps({"stages": [ROW]}))
     links = {"all_gather": [[1000, 1.0], [3000, 2.0]]}
     links |= {f"reduce_scatter_{how}": [[1000, 10.0], [3000, 20.0]] for how in ("mpi", "ordered")}

@@ -1,4 +1,4 @@
-"""Folders with a published GPT-2: what other tools wrote is read, what is no such model is refused by name."""
+"""Folders with a published GPT-2: other tools' files are read, other models refused by name."""
 
 import gzip
 import json
@@ -101,7 +101,7 @@ def test_what_exists_is_spared_and_a_failure_leaves_nothing(tmp_path):
 
 
 def test_other_tools_spellings_are_read(tmp_path):
-    """transformers' prefix, the masks of older files, a head that is the embedding again, and numbers of 16 bits."""
+    """transformers' prefix, older files' masks, a head that repeats the embedding, 16-bit numbers."""
     expected = weights()
     prefixed = {f"transformer.{name}": value for name, value in expected.items()}
     assert same(
@@ -181,7 +181,7 @@ def test_what_is_no_such_model_is_refused_by_name(tmp_path, folder):
 
 
 def test_files_of_another_kind_are_refused_by_what_they_are(tmp_path, folder):
-    """Pointers and archives in place of the files, weights in other files, pipes, and no folder at all."""
+    """Pointers and archives in place of the files, weights in other files, pipes, and no folder."""
 
     def refused(told, path=folder):
         with pytest.raises(ValueError, match=told):
@@ -256,7 +256,7 @@ def test_a_sampled_checksum_tells_files_apart(tmp_path):
 
 
 def test_an_export_takes_one_parameter_and_one_block(tmp_path):
-    """And no more, however many files the checkpoint has; its largest parameter is 2 MB here, the model 4.5 MB."""
+    """And no more, however many files there are; the largest parameter is 2 MB, the model 4.5 MB."""
     model, size = GPT(layers=3, width=128, heads=4, context=8, vocab=4000), 5
     layouts = [Layout(name, spec.prefix, spec.shapes, size) for name, spec in units(model).items()]
     named, wholes = plain_weights(model, 0, np.float32), {}

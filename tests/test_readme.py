@@ -87,7 +87,7 @@ def test_no_line_of_a_page_is_longer_than_100_columns():
 
 
 def test_a_script_next_to_a_checkout_called_zmpi_finds_the_installed_package(tmp_path):
-    """To Python the checkout is a package without code, which would hide one that an import hook finds later."""
+    """To Python the checkout is an empty package, which could hide the installed one."""
     settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(*words):

@@ -1,4 +1,4 @@
-"""B09: saved at 4 ranks, stage 2; resumed at other numbers of ranks and all stages: state equal by name, the same losses."""
+"""B09: saved at 4 ranks, stage 2; resumed at other sizes and stages: same state, same losses."""
 
 from pathlib import Path
 

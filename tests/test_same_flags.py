@@ -1,4 +1,4 @@
-"""Ranks that were given different flags end with one line that names the flag and the ranks: none hangs, nothing is run."""
+"""Ranks with different flags end with one line that gives the flag and the ranks; none hangs."""
 
 import sys
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The walk over the layers: who is gathered, freed and reduced at which visit. Tested as a table, without any MPI."""
+"""The schedule: what each visit gathers, frees and reduces. Tested as a table, without MPI."""
 
 from collections import Counter
 from itertools import pairwise
@@ -72,7 +72,7 @@ layers = st.lists(st.builds(Any, st.sampled_from("abcd"), st.booleans()), min_si
 
 @given(layers)
 def test_a_full_vector_is_there_at_every_visit_that_needs_it_and_gone_at_the_end(layers):
-    """Of any list of layers, tied in any way: played through, at most one unit's vector is there at a time."""
+    """For any list of layers, tied in any way, at most one unit's full vector exists at a time."""
     schedule, there = training_schedule(layers, [layer.unit for layer in layers]), Counter()
     for visit in schedule:
         there[visit.unit] += visit.gather

@@ -1,4 +1,4 @@
-"""The paper's figures (arXiv 1910.02054): bytes of state per rank, and elements moved. See also shared/PAPER.md."""
+"""The paper's figures (arXiv 1910.02054): bytes of state per rank, and elements moved."""
 
 from math import ceil, floor
 
@@ -60,7 +60,7 @@ def test_table_1_has_54_cells():
 
 @pytest.mark.parametrize(("parameters", "ranks", "stage", "printed"), CELLS)
 def test_table_1(parameters, ranks, stage, printed):
-    """To one unit of the last printed digit: one block of the table is rounded, the others are cut off."""
+    """To one unit of the last printed digit: one block of the table is rounded, the rest cut off."""
     _, _, decimals = printed.partition(".")
     unit = 10.0 ** -len(decimals)
     assert abs(gigabytes(stage, parameters, ranks) - float(printed)) < unit

@@ -1,4 +1,4 @@
-"""The command `zmpi.train`: its flags, its log, its errors. Names and outputs are a contract (DESIGN, section 7)."""
+"""`zmpi.train`: its flags, log and errors. Names and outputs are a contract (DESIGN, section 7)."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def log_of(path):
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory):
-    """One run on three ranks, and its log: stage 3, two micro-batches, three steps, an evaluation after each of two."""
+    """A run on three ranks and its log: stage 3, two micro-batches, three steps, two evaluations."""
     path = tmp_path_factory.mktemp("log") / "run.jsonl"
     flags = [
         *SMALL,
@@ -234,7 +234,7 @@ def test_a_world_of_one_needs_no_launcher():
 
 
 def test_the_list_of_flags_is_frozen():
-    """People script against it: a flag that is added or changed is added or changed here, and in DESIGN.md."""
+    """People script against it: add or change a flag here and in DESIGN.md too."""
     found = {option for action in parser()._actions for option in action.option_strings}
     assert found == {*FLAGS, "-h"}
 
@@ -297,7 +297,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("flags", "message"), WRONG)
 def test_what_cannot_be_done_is_one_line_and_status_2(flags, message):
-    """B20 and its kind: the flag, what was expected and what came. Without a launcher, where it is quick to start."""
+    """B20: the flag, what was expected and what came. Without a launcher, which is quick to start."""
     ended = alone(*flags.split())
     assert ended.returncode == 2
     assert ended.stdout == ""

@@ -1,4 +1,4 @@
-"""What is exported is a GPT-2 to transformers, with the same loss; and what transformers saves can be trained on.
+"""transformers loads what zmpi exports, with the same loss; zmpi trains on what it saves.
 
 Runs where torch and transformers are installed. Their float32 sums in other orders than ours: 1e-4 relative is the
 promise, 1e-6 is what it comes to.

@@ -1,4 +1,4 @@
-"""How the bench takes turns: in rounds, on engines that only count; what it does with real ones is in test_bench_command."""
+"""How the bench takes turns: in rounds, on engines that only count (see test_bench_command)."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from zmpi.process.errors import Agreed
 
 
 class Counting:
-    """A workload whose engines write down who stepped when. `skips`, `fails`: (stage, step) of such steps."""
+    """A workload whose engines note who stepped when. `skips`, `fails`: (stage, step) of such steps."""
 
     warm_up, steps = 1, 3
     policy = SimpleNamespace(precision="float16")

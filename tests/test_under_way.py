@@ -1,4 +1,4 @@
-"""A script whose steps end while gathers are under way: its memory stays its own, and it ends with status 0.
+"""A script whose steps end with gathers under way keeps its memory, and ends with status 0.
 
 The campaign, by hand: tests/faults/under_way.py, 100 rounds.
 """

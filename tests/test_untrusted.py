@@ -1,4 +1,4 @@
-"""A checkpoint comes from anyone: whatever stands in its files, reading it ends in one line or in numbers, never in code."""
+"""Checkpoints from anyone: reading any file ends in one line or in numbers, never in code."""
 
 import hashlib
 import json
@@ -86,7 +86,7 @@ def checkpoint(tmp_path):
 
 
 def use(path):
-    """All that is made of a checkpoint's fields before its weights are read; the settings that a run would take."""
+    """All that is made of a checkpoint's fields before its weights; the settings of a run."""
     identify(path)
     manifest = read_checkpoint(path)
     model = generate._build(manifest)
@@ -190,7 +190,7 @@ def test_a_file_outside_of_the_checkpoint_is_not_opened(checkpoint, name):
 
 
 def test_an_export_opens_as_many_files_as_it_may(checkpoint, tmp_path, monkeypatch):
-    """The soft limit is raised; where the hard one is too low, files are closed and opened again: the same weights."""
+    """Raises the soft limit; if the hard one is too low, closes and reopens files: the same weights."""
     pytest.importorskip("safetensors")
     manifest, limits = Manifest.read(checkpoint), [(5, 4096), (66, 66)]
     raised, open_now = [], []

@@ -1,8 +1,8 @@
-"""zmpi.train with a fault on one rank: `checkpoint_driver.py FAULT RANK NUMBER FLAGS...`, run under mpirun.
+"""zmpi.train with a fault on one rank, under mpirun: `checkpoint_driver.py FAULT RANK NUMBER FLAGS...`
 
 limit       files may grow to NUMBER bytes only
-all         each argument after the third of FLAGS is a command line's end of its own; prints the error of each
-strange     the file system cannot sync folders, has no locks, and says ENOTEMPTY where a folder is removed
+all         each argument after the third is the end of a command line; prints each one's error
+strange     the file system cannot sync folders, has no locks, and refuses to remove folders
 signal      before its third step the rank sends itself the signal NUMBER; `signals`: twice
 """
 
@@ -54,7 +54,7 @@ if World(device="cpu").rank == victim:
 
 flags = sys.argv[4:]
 if fault == "all":
-    errors = []  # they are kept, and with them all that was alive where they arose: nothing may hold the folder by that
+    errors = []  # kept, with all that was alive where they were raised: none may hold the folder
     for end in flags[3:]:
         try:
             train.main([*flags[:3], *end.split()])

@@ -1,4 +1,4 @@
-"""The command's checkpoints under fire, by hand: `python tests/faults/checkpoints.py kills 50 | flips 100 | resumes`.
+"""The command's checkpoints under fire: `python tests/faults/checkpoints.py kills 50 | flips 100 | resumes`.
 
 kills N     N times, at random moments around saving, SIGKILL to all ranks or to one; every restart must go on from a
             complete step, and the run that got through must end with the bits of one that was left alone
@@ -50,7 +50,7 @@ def train(size, *flags, timeout=60):
 
 
 def bits(folder):
-    """What the newest checkpoint of a folder holds: every rank's file, to the bit, once it has been checked."""
+    """What a folder's newest checkpoint contains: every rank's file, to the bit, after its check."""
     manifest = Manifest.read(newest(folder))
     manifest.check(0, 1)
     counts = [manifest[key] for key in ("step", "updates", "scaler", "seed")]
@@ -58,7 +58,7 @@ def bits(folder):
 
 
 def numbers(log):
-    """What must be the same again of a log: everything but times, memory, and how each of the runs ended."""
+    """What must be the same in two logs: all but times, memory, and how each run ended."""
     entries = [json.loads(line) for line in Path(log).read_text().splitlines()[1:]]
     entries = [entry for entry in entries if "end" not in entry]
     keys = (
@@ -105,7 +105,7 @@ class Killed:
         )
 
     def kill(self):
-        """Wait for one of the next saves, then a random while; kill. Returns (who, the folder as it was), or None."""
+        """Wait for one of the next saves and a random while; kill. Returns (who, the folder) or None."""
         for _ in range(self.draw.randint(1, 3)):
             if not self._wait_for_a_save():
                 self.output = self.process.communicate()[0]
@@ -166,7 +166,7 @@ def stage_of(folder):
 
 
 def kills(count, seed=0):
-    """Returns a Counter of where the kills fell; raises AssertionError for what is not as promised."""
+    """Returns a Counter of where the kills fell; raises AssertionError for a broken promise."""
     draw, where, work = random.Random(seed), Counter(), Path(tempfile.mkdtemp())
     alone = train(
         RANKS,

@@ -1,4 +1,4 @@
-"""A small training script, as a user would write it, in which one fault is planted: driver.py FAULT PLACE RANK TIMEOUT.
+"""A small user script with one planted fault: driver.py FAULT PLACE RANK TIMEOUT.
 
 zmpi has no switch for this: the places lie in this script, or in a method that it wraps from outside. The fault strikes
 once, in the third step where the place is inside one; just before, the rank prints `fault TIME`.
@@ -37,7 +37,7 @@ def strike():
 
 
 class Places:
-    """Where it strikes. `here(place)` stands at places in this script; three more are wrapped around zmpi's own."""
+    """Where it strikes. `here(place)` is called in this script; three more places wrap zmpi's own."""
 
     def __init__(self, rank):
         self.mine, self.step = rank == RANK, 0
@@ -57,7 +57,7 @@ class Places:
             strike()
 
     def raise_on_all_ranks(self):
-        """Rank RANK raises before it posts a gather, the others after: they have posted what will never complete."""
+        """Rank RANK raises before it posts a gather; the others have posted one that never completes."""
         post = zmpi.messages.comm.Communicator.all_gather
 
         def posted(*args):
@@ -96,7 +96,7 @@ def main():
         return healthy(world)
     if (
         PLACE == "MPI"
-    ):  # the signal comes while the main thread stands in a collective, which another rank joins late
+    ):  # the signal comes while the main thread is in a collective, which another rank joins late
         if world.rank == RANK:
             threading.Timer(0.5, strike).start()
         else:

@@ -2,7 +2,7 @@
 says where.
 
 By hand (some minutes): python tests/faults/planted.py [NAME ...]
-Each with the one check that must find it (a minute): mpirun -n 3 python tests/faults/planted.py --all
+Each with the one check that must find it: mpirun -n 3 python tests/faults/planted.py --all
 For each it runs zmpi.verify on 3 ranks with that mistake in the code, and prints the first red row.
 A quick part of the table runs in tests/world/test_verify.py.
 """

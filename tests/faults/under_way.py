@@ -1,4 +1,4 @@
-"""Steps that end while gathers are under way, over and over, in one script: under_way.py ROUNDS [LATE].
+"""Steps that end with gathers under way, again and again: under_way.py ROUNDS [LATE].
 
 In every round a forward raises on all ranks, the script drops its engine and makes another; what it allocates meanwhile
 must stay as it was. LATE is a rank that raises one layer before the others, so that these have started a gather which it
@@ -44,7 +44,7 @@ def batch(rank, step):
 
 
 def a_round(world, number, late):
-    """One step that is ended, and then whether arrays made meanwhile keep their numbers; returns losses of two steps."""
+    """End one step, then check that arrays made meanwhile keep their numbers; two steps' losses."""
     zero = ZeRO(raises_at(model(), 2 if world.rank == late else 3), world, 3, SGD(lr=0.1))
     try:
         zero.train_step(batch(world.rank, 0))

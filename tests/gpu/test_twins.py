@@ -1,4 +1,4 @@
-"""On a GPU: each fused twin against its reference, which computes in float64 with the values that the twin's type can hold.
+"""On a GPU: each fused twin against its reference in float64, on values that its type can hold.
 
 What the tests on the CPU (test_kernels.py) cannot show: warps and blocks side by side, cuBLAS, CuPy's own functions.
 """

@@ -1,4 +1,4 @@
-"""A model of your own: the next token's logits are a row of a table, through a bottleneck. One class, one flag:
+"""Your own model: the next token's logits are a row of a table, through a bottleneck. One flag:
 
 mpirun -n 4 python -m zmpi.train --model tests/own/bigram.py:Bigram --width 32
 """

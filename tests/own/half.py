@@ -10,10 +10,10 @@ from zmpi.messages.comm import Communicator, Gather
 
 
 class Half(Communicator):
-    """Half the bytes a gather, and weights rounded to 11 bits; each owner keeps its shard in float32."""
+    """Half the bytes per gather, weights rounded to 11 bits; each owner keeps a float32 shard."""
 
     def declared_bytes(self, kind, layout, itemsize, whole):
-        """Bytes that this rank sends in one call; `whole`: of a vector that the stage keeps whole."""
+        """Bytes that this rank sends in one call. `whole`: the stage stores the whole vector."""
         narrow = kind == "all_gather" and not whole
         return (self.shards - 1) * layout.shard_length * (2 if narrow else itemsize)
 

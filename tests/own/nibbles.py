@@ -1,4 +1,4 @@
-"""Communicators of your own that gather 4-bit weights: a right one, and one with a mistake that training survives.
+"""Your own communicators with 4-bit weights: a right one, and one whose mistake training survives.
 
 mpirun -n 4 python -m zmpi.verify --comm tests/own/nibbles.py:Nibbles --tolerance 0.1
 mpirun -n 4 python -m zmpi.verify --comm tests/own/nibbles.py:Swapped --tolerance 0.1
@@ -35,13 +35,13 @@ class UnpackedSwapped(Unpacked):
 
 
 class Nibbles(Communicator):
-    """Gathers two weights a byte, with a float32 scale a block: rounded to 7 steps on either side of zero."""
+    """Gathers two weights per byte, a float32 scale per block: 7 steps on either side of zero."""
 
     block = BLOCK
     unpacked = Unpacked
 
     def declared_bytes(self, kind, layout, itemsize, whole):
-        """Bytes that this rank sends in one call, padding included. Vectors kept whole travel as they are."""
+        """Bytes that this rank sends per call, with padding. Vectors stored whole are not rounded."""
         if kind == "all_gather" and not whole:
             return (self.shards - 1) * -(-layout.shard_length // BLOCK) * (BLOCK // 2 + 4)
         return (self.shards - 1) * layout.shard_length * itemsize
