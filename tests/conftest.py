@@ -1,7 +1,8 @@
 """What pytest collects where.
 
-Tests under world/ run on every rank of an MPI world. Plain `pytest` leaves them to test_worlds.py, which starts the
-worlds; under mpirun only they run (`mpirun -n 3 python -m pytest tests/world`), since a rank cannot start a world.
+Tests under world/ run on every rank of an MPI world. Plain `pytest` leaves them to test_worlds.py,
+which starts the worlds; under mpirun only they run (`mpirun -n 3 python -m pytest tests/world`),
+since a rank cannot start a world.
 """
 
 import os

@@ -1,7 +1,8 @@
 """CuPy on a CPU, as far as the twins need it (`kernels` of models and zmpi.numbers); not fast.
 
-Their kernels are the real text, compiled by g++ with a block of threads as a loop; cuBLAS's product is written here from
-its documentation, on bare addresses. What it cannot show: races, warp shuffles, CuPy's own functions.
+Their kernels are the real text, compiled by g++ with a block of threads as a loop; cuBLAS's product
+is written here from its documentation, on bare addresses. What it cannot show: races, warp
+shuffles, CuPy's own functions.
 """
 
 import ctypes
@@ -45,7 +46,7 @@ extern "C" void on_cpu_{name}(unsigned blocks, unsigned threads, {declared}) {{
 
 
 def cuda_includes():
-    """The folder of CUDA's headers if the packages of the extra `kernels` are installed, or None."""
+    """The folder of CUDA's headers if the extra `kernels` is installed, else None."""
     needed = ("cuda_bf16.h", "crt", "nv/target")  # of nvidia-cuda-runtime, -crt and -cccl
     folders = [folder for path in sys.path for folder in Path(path).glob("nvidia/cu*/include")]
     return next(
@@ -187,7 +188,7 @@ def gemm(
     compute,
     algorithm,
 ):
-    """cublasGemmStridedBatchedEx: C = alpha op(A) op(B) + beta C, in column order, sums in `compute`."""
+    """cublasGemmStridedBatchedEx: C = alpha op(A) op(B) + beta C, by columns, in `compute`."""
     assert row_a >= (k if op_a else m) and row_b >= (n if op_b else k) and row_c >= m
     assert (
         kind_a == kind_b

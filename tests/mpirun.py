@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# What a world starts from. Importing zmpi sets this process's threads, as if it had both cores: not for four ranks.
+# What a world starts from. Importing zmpi sets this process's threads, as if it had both cores: not
+# for four ranks.
 ENVIRONMENT = dict(os.environ)
 
 

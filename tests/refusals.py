@@ -1,7 +1,8 @@
 """Many wrong command lines of zmpi.train in one world: refusals.py FILE (JSON, argument lists).
 
-Each is run on all ranks, in this process. What it ends with is taken where the process's own hook would print it; rank 0
-prints a JSON list with an entry for each: the ranks' [status, line of error, what was printed otherwise].
+Each is run on all ranks, in this process. What it ends with is taken where the process's own hook
+would print it; rank 0 prints a JSON list with an entry for each: the ranks' [status, line of error,
+what was printed otherwise].
 """
 
 import io

@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
     {"models": "layer twins cuda ops attention fused mlp transformer cached kernels"},
     {
-        "process": """errors clock files cgroup launch cores blas malloc prepare machine hooks ending
+        "process": """errors clock files cgroup launch cores blas malloc prepare machine hooks
+            ending
                       guard_messages guard agree streams output table""",
         "numbers": "domains precision gap sums optim kernels",
     },
@@ -199,7 +200,7 @@ BOUND_TWICE = {"main", "parser", "COMMAND", "adamw"}
 
 
 def test_a_public_name_means_one_thing():
-    """No two files bind one top-level name, nor another file's name; a kernel has its twin's name."""
+    """No two files bind one top-level name, or a file's name; a kernel has its twin's name."""
     files = {path.stem: path for path in FILES if path.stem not in ("__init__", "attention")}
     homes = {}
     for path in FILES:

@@ -87,12 +87,15 @@ FLAGS = {  # arguments (a string, or a tuple if they contain spaces) -> what the
     "--comm nowhere.py:Class": "--comm:",
     ("--comm", ""): "--comm: expected one of zmpi, FILE:CLASS; got ''",
     "--lr -1e-3": "--lr: expected one argument; write a value that starts with - as --lr=-1e-3",
-    f"--seed {1 << 64}": "--seed: expected a whole number of at least 0 and below 18446744073709551616",
+    f"--seed {1 << 64}": "--seed: expected a whole number of at least 0 and below"
+    " 18446744073709551616",
     f"--seed {10**400}": "--seed:",
     "--width 2147483648": "--width: expected a whole number of at least 1 and below 2147483648",
     "--width 99999999 --heads 1": "--width: the state of",
-    "--micro-batch 2147483647 --context 512": "--micro-batch: a layer's input, 2147483647 sequences, would take",
-    "--accumulate 2147483647 --micro-batch 9999": "--accumulate: the tokens of 2147483647 x 9999 sequences would take",
+    "--micro-batch 2147483647 --context 512": "--micro-batch: a layer's input,"
+    " 2147483647 sequences, would take",
+    "--accumulate 2147483647 --micro-batch 9999": "--accumulate: the tokens of"
+    " 2147483647 x 9999 sequences would take",
     "--loss-scale-window 7": "--loss-scale-window: applies to --precision float16 only",
     "--schedule constant --decay-steps 5": "--decay-steps: does not apply to --schedule constant",
     "--trace /proc/x.json": "--trace: /proc/x.json: ",
@@ -121,17 +124,20 @@ def files(folder):
         f"{data} --trace {folder}/link.json": "link.json is also the file of --data",
         f"--log {folder}/new.json --trace {folder}/new.json": "--trace: ",
         f"--log {folder}/new --checkpoint {folder}/new": "--log: ",
-        f"--log {folder}/exits.py --comm {folder}/exits.py:X": "exits.py is also the file of --comm",
+        f"--log {folder}/exits.py --comm {folder}/exits.py:X": "exits.py is also the file of"
+        " --comm",
         f"--comm {folder}/exits.py:X": "exits.py cannot be imported: SystemExit: 3",
         f"--comm {folder}/long.py:X": "long.py cannot be imported: RuntimeError: one two",
         f"--data {folder}/missing": f"{folder}/missing",
         f"--data {folder}": f"{folder}",
         f"--data {folder}/empty": f"{folder}/empty: 0 tokens",
-        f"--data {folder}/short": f"{folder}/short: 8 tokens; a window needs --context + 1 = 9: use a longer text or --context 7",
+        f"--data {folder}/short": f"{folder}/short: 8 tokens; a window needs --context + 1 = 9:"
+        " use a longer text or --context 7",
         f"--data {folder}/odd.bin": f"{folder}/odd.bin",
         f"--data {folder}/text.gz": f"--data: {folder}/text.gz: expected text, got gzip",
         f"--data {folder}/pipe": f"--data: expected a file, got {folder}/pipe (a pipe)",
-        f"--data {folder}/large.bin": f"{folder}/large.bin: token 300 is not below --vocab 256; use --vocab 301",
+        f"--data {folder}/large.bin": f"{folder}/large.bin: token 300 is not below --vocab 256;"
+        " use --vocab 301",
         f"--log {folder}": "--log:",
         f"--log {folder}/none/log": "--log:",
         "--log /dev/null/log": "--log:",

@@ -173,7 +173,7 @@ bench.main(sys.argv[2:])
 
 
 def test_steps_that_overflow_are_not_timed(tmp_path):
-    """In float16 they update nothing and gather less. A stage with only such steps has no figures."""
+    """In float16 they update nothing and gather less. A stage of only such steps has no row."""
     (tmp_path / "run.py").write_text(OVERFLOWING)
     flags = [*TINY, "--precision", "float16", "--stages", "3", "--json", tmp_path / "x.json"]
     rows = {}

@@ -109,7 +109,7 @@ print(set_threads(os.environ), open("/proc/self/status").read().split("Threads:"
     ids=str,
 )
 def test_the_number_of_threads_that_is_told_is_the_blass(chosen):
-    """As the system counts them; also if a script imports NumPy first, too late for the environment."""
+    """As the system counts them; also if a script imports NumPy before zmpi."""
     if (
         python(
             "import numpy; from zmpi.process import blas; print(blas._loaded_blas())", os.environ
@@ -127,7 +127,10 @@ def test_the_number_of_threads_that_is_told_is_the_blass(chosen):
         assert told == "1"  # the share of 4,096 ranks, or the user's
 
 
-ZEN_4 = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\nflags\t\t: fpu avx2 avx512f avx512dq\n\n"
+ZEN_4 = (
+    "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\n"
+    "flags\t\t: fpu avx2 avx512f avx512dq\n\n"
+)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,8 @@ def test_a_file_that_is_no_log_is_not_written_over(copy, tmp_path, text):
 def test_a_checkpoint_names_no_code_to_run(tmp_path):
     """Your own communicator's flag is given again, wherever the file is now; no old code is run."""
     ran, flags = tmp_path / "ran", ["--checkpoint", tmp_path / "dir"]
-    code = f"from pathlib import Path\nfrom zmpi.messages.comm import Communicator\nPath({str(ran)!r}).touch()\n"
+    code = "from pathlib import Path\nfrom zmpi.messages.comm import Communicator\n"
+    code += f"Path({str(ran)!r}).touch()\n"
     (tmp_path / "mine.py").write_text(f"{code}\n\nclass Mine(Communicator):\n    pass\n")
     first = train(2, *MODEL, "--steps", "1", *flags, "--comm", f"{tmp_path}/mine.py:Mine")
     assert first.status == 0 and ran.exists(), first.output
@@ -164,7 +165,7 @@ def changed(checkpoint, change):
 
 
 def test_what_a_killed_save_left_is_replaced(copy):
-    """B10: resumes from the last complete step, passes the step whose save was cut short, saves it."""
+    """B10: resumes from the last complete step, passes the step of the torn save, saves it."""
     half = copy / ".saving-step-00000006-save-3"
     half.mkdir()
     (half / "rank-0000.bin").write_bytes(b"half")
@@ -250,8 +251,10 @@ def test_where_no_batch_fits_the_ranks_the_numbers_of_ranks_that_would_are_named
 
 
 def test_flags_that_agree_or_are_free_are_none(copy, tmp_path):
-    text = "--width 24 --lr 3e-3 --weight-decay 0.1 --heads 2 --seed 0 --stage 1 --precision bfloat16 --reduction ordered"
-    text += " --prefetch 0 --recompute --micro-batch 1 --accumulate 2 --steps 5 --eval-every 1 --keep 1 --data builtin"
+    text = "--width 24 --lr 3e-3 --weight-decay 0.1 --heads 2 --seed 0 --stage 1"
+    text += " --precision bfloat16 --reduction ordered"
+    text += " --prefetch 0 --recompute --micro-batch 1 --accumulate 2 --steps 5"
+    text += " --eval-every 1 --keep 1 --data builtin"
     run = train(2, "--resume", "--checkpoint", copy, *text.split())
     assert run.status == 0 and "stage 1 on 2 ranks" in run.output and "(bfloat16)" in run.output, (
         run.output
@@ -385,7 +388,7 @@ def run_python(code):
 
 
 def test_the_round_trip_through_an_export_is_exact(saved, tmp_path):
-    """B12: trained at stage 3, exported without MPI, loaded at another stage and size: same weights.
+    """B12: trained at stage 3, exported without MPI, loaded at another stage: same weights.
 
     A rate of 1e-60 is 0 in float32.
     """

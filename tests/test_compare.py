@@ -309,7 +309,8 @@ def test_another_model_is_named_by_its_first_parameter(capsys, runs):
 
 
 def test_it_runs_where_there_is_no_mpi(runs):
-    code = "import sys; sys.modules['mpi4py'] = None; from zmpi.compare import main; main(sys.argv[1:])"
+    code = "import sys; sys.modules['mpi4py'] = None;"
+    code += " from zmpi.compare import main; main(sys.argv[1:])"
     words = [
         runs / "plain.jsonl",
         runs / "again.jsonl",

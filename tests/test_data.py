@@ -33,7 +33,7 @@ def text_of(tokens=1000, held_out=100, context=CONTEXT):
 
 
 def sequences(text, size, micro_batch, accumulate, step, seed=0, last_only=False):
-    """The global batch in order of i, joined from the ranks' micro-batches: [(inputs, targets), ...]."""
+    """The global batch in order of i, from the ranks' micro-batches: [(inputs, targets), ...]."""
     ranks = [
         Batches(text, r, size, micro_batch, last_only).of_step(seed, step, accumulate)
         for r in range(size)

@@ -1,7 +1,7 @@
 """P4 by planted faults: all ranks end within 10 s of any fault, and one line gives the rank.
 
-Here runs a part of the table, each fault at each place, with ranks and sizes taking turns; the whole is
-`python tests/faults/table.py`.
+Here runs a part of the table, each fault at each place, with ranks and sizes taking turns; the
+whole is `python tests/faults/table.py`.
 """
 
 import itertools
@@ -35,6 +35,6 @@ def test_a_fault_on_one_rank_ends_all(started, run):
 
 
 def test_a_world_whose_first_rank_still_writes_is_healthy(started):
-    """7 s: longer than the 5 s after which a rank in a collective gives up on one that has exited."""
+    """7 s: more than the 5 s after which a rank in a collective gives up on one that exited."""
     ended = started["healthy"].result()
     assert (ended.status, ended.output, ended.left) == (0, "written\n", [])

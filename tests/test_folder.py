@@ -61,7 +61,8 @@ def test_one_job_at_a_time(tmp_path):
 
 def test_a_lock_dies_with_its_process(tmp_path):
     """What is left of it on disk locks nobody out."""
-    script = f"from zmpi.saving.folder import Folder; import os; f = Folder({str(tmp_path / 'dir')!r}, 3); os.kill(os.getpid(), 9)"
+    script = "from zmpi.saving.folder import Folder; import os;"
+    script += f" f = Folder({str(tmp_path / 'dir')!r}, 3); os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
     assert (tmp_path / "dir" / ".flock").exists()
     Folder(tmp_path / "dir", keep=3).close()
@@ -106,7 +107,7 @@ STEPS_OF_A_COMMIT = [
 def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(
     tmp_path, monkeypatch, place, before, count
 ):
-    """Before and after the first and second of every call that writes: the newer save counts, or not."""
+    """Before and after the first and second of every call that writes: a save counts, or not."""
     path = tmp_path / "dir"
     target = Folder(path, keep=1)
     add(target, 1)

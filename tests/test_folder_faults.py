@@ -1,4 +1,4 @@
-"""Faults of file systems and neighbours that a folder survives: removing, syncing, locks, strangers."""
+"""Faults of file systems and neighbours that a folder survives: removal, sync, locks, strangers."""
 
 import errno
 import os
@@ -92,7 +92,7 @@ def test_a_link_in_an_old_checkpoints_place_is_unlinked_and_its_target_stays(tmp
 def test_a_folder_that_cannot_be_renamed_is_removed_where_it_is_its_manifest_first(
     tmp_path, monkeypatch
 ):
-    """overlayfs's lower layer. Cut short after its manifest it does not count; the next job removes it."""
+    """overlayfs's lower layer. Cut short after its manifest, it does not count and is removed."""
     path = tmp_path / "dir"
     run(path, 1, 2, 3, keep=3)
     refusing(monkeypatch, os, "rename", errno.EXDEV, "dir/step-0000000")

@@ -201,7 +201,7 @@ def words_of_llama():
 
 @pytest.mark.parametrize("kind", ["text", "broken", "without text"])
 def test_decoding_four_times_the_tokens_is_four_times_the_work(kind):
-    """Counted in decoded tokens. Decoding all text for every token would take sixteen times as many."""
+    """Counted in decoded tokens: decoding all text each time would be sixteen times as many."""
     counted, each = [], {"text": b"word ", "broken": b"\xe2", "without text": b""}[kind]
 
     def decode(tokens):

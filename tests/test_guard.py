@@ -50,7 +50,7 @@ class End:
 
 
 def world(*scripts):
-    """The test gets `end`, how the script's world ended; it runs once for each of several scripts."""
+    """The test gets `end`, how the script's world ended; once for each of several scripts."""
     return pytest.mark.parametrize(
         "end", scripts, indirect=True, ids=range(len(scripts)) if len(scripts) > 1 else ["world"]
     )
@@ -101,7 +101,8 @@ def test_an_agreed_error_that_only_one_rank_raises_is_told_as_that_ranks_exit(en
 
 BAR = (
     MEET
-    + "guard.line_start = '\\n'\nsys.stderr.write('50% |#####    |'); comm.Barrier(); time.sleep(0.2)\n"
+    + "guard.line_start = '\\n'\n"
+    + "sys.stderr.write('50% |#####    |'); comm.Barrier(); time.sleep(0.2)\n"
 )
 
 
@@ -138,7 +139,8 @@ def test_an_exception_before_the_first_world_ends_all(end):
 def test_an_exit_before_the_first_world_is_told(end):
     assert end.status == 4
     assert end.lines == [
-        "zmpi: rank 1: exited with status 4 after the start; the others wait in World(), which it never entered"
+        "zmpi: rank 1: exited with status 4 after the start;"
+        " the others wait in World(), which it never entered"
     ]
 
 
@@ -158,7 +160,8 @@ def test_all_ranks_may_exit_with_a_status_of_their_choice(end):
 @world(
     Script(
         MEET
-        + "with guard.waiting('all_gather next'):\n    sys.exit(3) if rank == 1 else comm.allgather(rank)"
+        + "with guard.waiting('all_gather next'):\n"
+        + "    sys.exit(3) if rank == 1 else comm.allgather(rank)"
     )
 )
 def test_who_leaves_a_wait_by_an_exit_has_not_taken_part_in_it(end):
@@ -203,7 +206,7 @@ def test_an_aborted_world_leaves_no_shared_memory_behind(end):
 
 
 def test_ctrl_c_ends_one_process_with_one_line_too():
-    """Also if this test runs in the background of a shell that ignores the signal: children inherit."""
+    """Also if this test runs in a background shell that ignores the signal: children inherit."""
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code = heard + HEAD + "os.kill(os.getpid(), signal.SIGINT); time.sleep(100)"
     ended = subprocess.run(
@@ -240,7 +243,8 @@ def test_a_script_and_a_command_run_under_the_debugger(tmp_path):
 @world(
     Script(
         MEET
-        + "t = threading.Thread(target=lambda: 1 // (rank - 1))\nt.start(); t.join(); all_gather('next'); time.sleep(9)"
+        + "t = threading.Thread(target=lambda: 1 // (rank - 1))\n"
+        + "t.start(); t.join(); all_gather('next'); time.sleep(9)"
     )
 )
 def test_an_exception_in_another_thread_ends_all(end):
@@ -251,11 +255,12 @@ def test_an_exception_in_another_thread_ends_all(end):
 @world(
     Script(
         MEET
-        + "guard.timeout = 2\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\nall_gather('next')"
+        + "guard.timeout = 2\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        + "all_gather('next')"
     )
 )
 def test_a_stopped_rank_gives_no_answer(end):
-    """SIGSTOP stops all threads of a process, like a dead node or a system call that never returns."""
+    """SIGSTOP stops all threads, like a dead node or a system call that never returns."""
     assert (end.status, end.lines) == (
         1,
         ["zmpi: all_gather next did not complete within 2 s: no answer from rank 1"],
@@ -267,7 +272,8 @@ SUSPEND = """
 import subprocess
 pids = " ".join(map(str, comm.allgather(os.getpid())))
 def suspend_all(seconds):
-    if rank == 1: subprocess.Popen(["sh", "-c", f"kill -STOP {pids}; sleep {seconds}; kill -CONT {pids}"])
+    command = f"kill -STOP {pids}; sleep {seconds}; kill -CONT {pids}"
+    if rank == 1: subprocess.Popen(["sh", "-c", command])
 def work(seconds):  # in small parts, as a suspended process would go on with it
     for _ in range(int(seconds * 50)): time.sleep(0.02)
 """
@@ -275,12 +281,13 @@ def work(seconds):  # in small parts, as a suspended process would go on with it
 
 @world(
     Script(
-        f"{MEET}guard.timeout = 2\n{SUSPEND}suspend_all(4)\nif rank == 1: work(1)\nall_gather('next')"
+        f"{MEET}guard.timeout = 2\n{SUSPEND}suspend_all(4)\nif rank == 1: work(1)\n"
+        "all_gather('next')"
     ),
     Script(f"{SUSPEND}suspend_all(4)\nif rank == 1: work(1)\nguard.meet(2)\nall_gather('first')"),
 )
 def test_a_job_that_was_suspended_as_a_whole_goes_on(end):
-    """SIGSTOP to all ranks for longer than the timeout: they are not late, though the clock says so."""
+    """SIGSTOP to all ranks for longer than the timeout: none is late, though the clock says so."""
     assert (end.status, end.lines) == (0, []), end.output
 
 
@@ -360,7 +367,8 @@ guard.finish_on_signal()
 for _ in range(2):
     os.kill(os.getpid(), signal.SIGUSR1)
     time.sleep(1)
-    os.write(1, f"asked to stop by {guard.stop_requested}\\n".encode())  # in one piece: other ranks write too
+    # in one piece, since other ranks write too
+    os.write(1, f"asked to stop by {guard.stop_requested}\\n".encode())
 """
 
 

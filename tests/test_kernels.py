@@ -1,7 +1,8 @@
 """The fused kernels without a GPU: they compile for one, and on the CPU they equal the references.
 
-Tolerances: in float64 the same terms in another order; in float32 sums of some hundred terms near 1, 2^-24 each; in 16 bits
-the twins round once where a result is stored, 2^-9 (bfloat16) or 2^-11 (float16) of it.
+Tolerances: in float64 the same terms in another order; in float32 sums of some hundred terms near
+1, 2^-24 each; in 16 bits the twins round once where a result is stored, 2^-9 (bfloat16) or 2^-11
+(float16) of it.
 """
 
 import ctypes
@@ -41,7 +42,7 @@ dtypes = pytest.mark.parametrize(
 
 
 def nvrtc():
-    """NVIDIA's kernel compiler as a library, if the package nvidia-cuda-nvrtc is installed, or None."""
+    """NVIDIA's kernel compiler as a library, if nvidia-cuda-nvrtc is installed, else None."""
     found = [f for path in sys.path for f in Path(path).glob("nvidia/cu*/lib/libnvrtc.so.*")]
     return ctypes.CDLL(str(found[0])) if found else None
 

@@ -218,7 +218,7 @@ def test_a_float64_array_would_be_seen(monkeypatch):
 
 
 class Elsewhere(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array that, like a GPU's, only computes with its own kind and Python numbers; notes dtypes."""
+    """An array that, like a GPU's, computes only with its kind and numbers; notes dtypes."""
 
     dtypes: ClassVar = set()
 

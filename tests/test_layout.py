@@ -112,7 +112,7 @@ def test_chunks_cover_a_range_once_and_in_order(length, limit):
 def test_no_count_of_a_unit_of_more_than_2_to_the_31_elements_comes_near_2_to_the_31(
     shards, itemsize
 ):
-    """B13 (a), integers only: chunks are elements of a large datatype; their sum stays in range too."""
+    """B13 (a), integers only: chunks are elements of a large datatype; so is their sum."""
     layout = layout_of({"a": (2**31 + 7,)}, shards)
     limit = max(1, (16 << 20) // (itemsize * shards))
     found = chunks(layout.shard_length, limit)

@@ -96,7 +96,7 @@ def test_a_dangling_link_stays_a_link_and_a_refusal_changes_nothing(tmp_path):
 
 
 def test_a_log_in_an_appended_stdout_and_a_validation_loss_that_is_not_finite(tmp_path):
-    """Two in one run. What was in the file stays, and all is saved; the summary raised a TypeError."""
+    """Two in one run. The file's content stays, and all is saved; the summary used to fail."""
     (tmp_path / "out").write_text("precious\n")
     diverging = words("--steps 1 --optimizer sgd --lr 1e30 --warmup 0 --clip 0 --log /dev/stdout")
     ended = shell(f'exec "$@" >> {tmp_path}/out', *diverging, "--checkpoint", tmp_path / "dir")
@@ -112,7 +112,7 @@ def test_a_log_in_an_appended_stdout_and_a_validation_loss_that_is_not_finite(tm
 
 
 def test_a_run_outlives_its_streams(tmp_path):
-    """Closed, its reader gone, full: training finishes and saves, and no file becomes number 1 or 2."""
+    """Closed, its reader gone, full: training ends and saves; no file becomes number 1 or 2."""
     cases = {
         "closed": 'exec "$@" >&- 2>&-',
         "left": '"$@" 2>&1 | head -1',
@@ -157,7 +157,7 @@ def last_word(output):
 
 
 def check_saved_up_to_the_logs_end(log, folder, output):
-    """All lines of the log are whole; the checkpoint is of the next step, or of the one after it."""
+    """All lines of the log are whole; the checkpoint is of the next step, or of the one after."""
     _, steps, _ = log_of(log)
     (saved,) = folder.glob("step-*")
     assert log.read_bytes().endswith(b"\n")

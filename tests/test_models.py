@@ -1,7 +1,8 @@
 """Both models: their gradients, names, sizes, errors and initial weights.
 
-Gradients are compared in float64 with finite differences of five points at h = 1e-3 (error near 1e-12, see test_ops):
-1e-6 of the expected value leaves room for directions along which many terms cancel.
+Gradients are compared in float64 with finite differences of five points at h = 1e-3 (error near
+1e-12, see test_ops): 1e-6 of the expected value leaves room for directions along which many terms
+cancel.
 """
 
 import math

@@ -27,7 +27,7 @@ class Engine:
 
 
 def counted(engine, steps):
-    """The warnings of steps, each "s" (skipped), "0" (gradient 0) or "." (trained), and the fault."""
+    """Warnings of steps, each "s" (skipped), "0" (gradient 0) or "." (trained), and the fault."""
     progress, warnings = Progress(engine), []
     for step in steps:
         engine.take(step == "s", 0.0 if step == "0" else 1.0)
@@ -60,7 +60,7 @@ def test_a_shorter_run_without_a_step_that_trains_is_at_fault():
 
 
 def test_a_run_whose_steps_were_all_skipped_says_so_on_every_rank(tmp_path):
-    """The reported case: 50 of 50 steps were skipped, a checkpoint was saved, and the status was 0."""
+    """The reported case: all 50 steps were skipped, a checkpoint was saved, the status was 0."""
     keep = ["--checkpoint", tmp_path / "dir", "--save-every", 2, "--log", tmp_path / "log"]
     ended = train(3, *MLP, *HIGH, "--steps", 12, *keep)
     assert ended.status == 1 and "Traceback" not in ended.output, ended.output

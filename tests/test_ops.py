@@ -1,8 +1,9 @@
 """Each operation alone: gradient, numbers and dtype, for every block size and alignment.
 
-Gradients are compared in float64 with finite differences of five points, (8 (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h:
-at h = 1e-3 their error is about h^4 = 1e-12 by truncation and eps / h = 1e-13 by rounding, so 1e-8 of the largest
-element leaves room for derivatives far above 1 and is still far below any wrong term.
+Gradients are compared in float64 with finite differences of five points, (8 (f(h) - f(-h)) - (f(2h)
+- f(-2h))) / 12h: at h = 1e-3 their error is about h^4 = 1e-12 by truncation and eps / h = 1e-13 by
+rounding, so 1e-8 of the largest element leaves room for derivatives far above 1 and is still far
+below any wrong term.
 """
 
 import math
@@ -64,7 +65,7 @@ def test_gelu_backward_is_the_gradient_of_gelu():
 
 
 def test_bias_gelu_is_the_plain_pair_in_one_pass(monkeypatch):
-    """float64: the same terms, associated differently; a few roundings of 2^-53 of numbers up to 8."""
+    """float64: the same terms, associated differently; a few roundings of 2^-53 of up to 8."""
     monkeypatch.setattr(ops, "BLOCK", 16)  # two rows of 7 at a time, the last block one row
     x, b, dy, db = 3 * normal(5, 7), normal(7), normal(5, 7, seed=1), normal(7, seed=2)
     slope, dx, before = x.copy(), dy.copy(), db.copy()
@@ -204,7 +205,7 @@ def test_cross_entropy_reuses_the_memory_of_the_logits():
 
 
 def everything(offset, dtype=np.float32):
-    """Every operation on arrays packed from element `offset` on; returns all results as one list."""
+    """Every operation on arrays packed from element `offset` on; returns the results as a list."""
     N, C, H, V = 6, 15, 3, 11
     x, w, b, gain, bias = packed(
         (2, N, C), (C, 3 * C), (3 * C,), (C,), (C,), offset=offset, dtype=dtype

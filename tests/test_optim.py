@@ -267,7 +267,7 @@ def test_the_sums_of_squares_are_made_in_float64(dtype, length):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_piece_has_the_same_sum_beside_others_and_alone(length):
-    """So every number of ranks that divides the pieces has the same bits: 12 pieces, 1 to 12 ranks."""
+    """So every number of ranks that divides the pieces has the same bits: 12 pieces, 1 to 12."""
     vector = np.random.default_rng(length).standard_normal(12 * length).astype(np.float32)
     found = sums_of_squares(vector, 12).tolist()
     for size in (2, 3, 4, 6, 12):

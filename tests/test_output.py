@@ -54,7 +54,13 @@ def test_what_is_opened_and_not_written_leaves_everything_as_it_was(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    [b"mine\n", b"\0" * 99, b'{"step": 1, "loss": 2}\n', b'{"zmpi": "0", "stages": []}', b"[" * 9999],
+    [
+        b"mine\n",
+        b"\0" * 99,
+        b'{"step": 1, "loss": 2}\n',
+        b'{"zmpi": "0", "stages": []}',
+        b"[" * 9999,
+    ],
     ids=["text", "zeros", "another tool's log", "a bench's JSON", "nested"],
 )  # fmt: skip
 def test_a_file_of_another_kind_is_refused_and_unchanged(tmp_path, text):

@@ -108,7 +108,8 @@ REFUSED = {  # flags, where C is the file of CLASSES -> the line
     "--model C:Empty": "--model: C:Empty needs `layers`, a list, and `loss`, a method",
     "--optimizer C:Even": "--optimizer: C: class Even is not a zmpi Optimizer",
     "--optimizer L:Lion --momentum 0.9": "--momentum: not accepted by --optimizer L:Lion",
-    "--optimizer L:Lion --schedule cosine --warmup 9 --decay-steps 9": "--decay-steps: expected more",
+    "--optimizer L:Lion --schedule cosine --warmup 9 --decay-steps 9": "--decay-steps: expected"
+    " more",
     "--comm L:Lion": "--comm: L: class Lion is not a zmpi Communicator or ZeRO",
     "--log C --model C:Even": "--log: C is also the file of --model",
 }

@@ -255,7 +255,8 @@ BAD = {
     "--params 1e9 --ranks 4 --recompute": "--recompute: needs a model",
     "--paper --json": "--json: cannot be combined with --paper; leave one out",
     "--paper --ranks 3": "--ranks: cannot be combined with --paper",
-    "--layers 2 --ranks 4 --context 2147483648": "--context: expected a whole number of at least 1 and below 2147483648",
+    "--layers 2 --ranks 4 --context 2147483648": "--context: expected a whole number of at least 1"
+    " and below 2147483648",
 }
 
 

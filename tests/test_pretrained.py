@@ -101,7 +101,7 @@ def test_what_exists_is_spared_and_a_failure_leaves_nothing(tmp_path):
 
 
 def test_other_tools_spellings_are_read(tmp_path):
-    """transformers' prefix, older files' masks, a head that repeats the embedding, 16-bit numbers."""
+    """transformers' prefix, older files' masks, a head like the embedding, 16-bit numbers."""
     expected = weights()
     prefixed = {f"transformer.{name}": value for name, value in expected.items()}
     assert same(
@@ -256,7 +256,7 @@ def test_a_sampled_checksum_tells_files_apart(tmp_path):
 
 
 def test_an_export_takes_one_parameter_and_one_block(tmp_path):
-    """And no more, however many files there are; the largest parameter is 2 MB, the model 4.5 MB."""
+    """And no more, for any number of files; the largest parameter is 2 MB, the model 4.5 MB."""
     model, size = GPT(layers=3, width=128, heads=4, context=8, vocab=4000), 5
     layouts = [Layout(name, spec.prefix, spec.shapes, size) for name, spec in units(model).items()]
     named, wholes = plain_weights(model, 0, np.float32), {}

@@ -60,7 +60,7 @@ def test_table_1_has_54_cells():
 
 @pytest.mark.parametrize(("parameters", "ranks", "stage", "printed"), CELLS)
 def test_table_1(parameters, ranks, stage, printed):
-    """To one unit of the last printed digit: one block of the table is rounded, the rest cut off."""
+    """To one unit of the last printed digit: part of the table is rounded, the rest cut off."""
     _, _, decimals = printed.partition(".")
     unit = 10.0 ** -len(decimals)
     assert abs(gigabytes(stage, parameters, ranks) - float(printed)) < unit

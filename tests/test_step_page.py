@@ -1,4 +1,4 @@
-"""The page of one step, examples/course/step.html: what it says, and how it behaves in a browser."""
+"""The page of one step, examples/course/step.html: its text, and how it behaves in a browser."""
 
 import json
 import os

@@ -19,13 +19,17 @@ SMALL = words("--layers 1 --width 12 --heads 3 --context 8 --micro-batch 2 --dev
 MLP = words("--model mlp --layers 1 --width 8 --context 5 --micro-batch 2 --device cpu")
 
 FLAGS = words("""
---model --layers --width --heads --context --vocab --data --stage --precision --micro-batch --accumulate --steps
---seed --optimizer --lr --warmup --schedule --decay-steps --weight-decay --beta1 --beta2 --eps --momentum --clip --loss-scale
---loss-scale-window --device --transport --reduction --prefetch --recompute --eval-every --log --checkpoint --save-every
---keep --resume --init-from --trace --timeout --comm --help --version""")
+--model --layers --width --heads --context --vocab --data --stage --precision --micro-batch
+--accumulate --steps --seed --optimizer --lr --warmup --schedule --decay-steps --weight-decay
+--beta1 --beta2 --eps --momentum --clip --loss-scale --loss-scale-window --device --transport
+--reduction --prefetch --recompute --eval-every --log --checkpoint --save-every --keep --resume
+--init-from --trace --timeout --comm --help --version
+""")
 
-HEADER = words("""zmpi argv size stage parameters unit_sizes padded_unit_sizes recipe micro_batch accumulate threads device mpi
-transport reduction data""")
+HEADER = words("""
+zmpi argv size stage parameters unit_sizes padded_unit_sizes recipe micro_batch accumulate threads
+device mpi transport reduction data
+""")
 STEP = words(
     "step loss grad_norm lr tokens step_s tokens_per_s optimizer_t loss_scale skipped comm memory"
 )
@@ -61,7 +65,7 @@ def log_of(path):
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory):
-    """A run on three ranks and its log: stage 3, two micro-batches, three steps, two evaluations."""
+    """A run on three ranks and its log: stage 3, two micro-batches, three steps, evaluations."""
     path = tmp_path_factory.mktemp("log") / "run.jsonl"
     flags = [
         *SMALL,
@@ -297,7 +301,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("flags", "message"), WRONG)
 def test_what_cannot_be_done_is_one_line_and_status_2(flags, message):
-    """B20: the flag, what was expected and what came. Without a launcher, which is quick to start."""
+    """B20: the flag, what was expected and what came. Without a launcher, to start quickly."""
     ended = alone(*flags.split())
     assert ended.returncode == 2
     assert ended.stdout == ""
@@ -362,7 +366,8 @@ THREADS = """
 import os, re, zmpi, numpy
 numpy.ones((300, 300)) @ numpy.ones((300, 300))
 threads = re.search(r"Threads:\\s+(\\d+)", open("/proc/self/status").read())[1]
-os.write(1, f"threads {threads} {os.environ['OMP_NUM_THREADS']}\\n".encode())  # in one piece: ranks write at the same time
+# in one piece, since ranks write at the same time
+os.write(1, f"threads {threads} {os.environ['OMP_NUM_THREADS']}\\n".encode())
 """
 
 

@@ -1,7 +1,7 @@
 """transformers loads what zmpi exports, with the same loss; zmpi trains on what it saves.
 
-Runs where torch and transformers are installed. Their float32 sums in other orders than ours: 1e-4 relative is the
-promise, 1e-6 is what it comes to.
+Runs where torch and transformers are installed. Their float32 sums in other orders than ours: 1e-4
+relative is the promise, 1e-6 is what it comes to.
 """
 
 import subprocess
@@ -22,7 +22,8 @@ from models import GPT
 from zmpi import AdamW, World, ZeRO
 from zmpi.saving.checkpoint import find, load_weights
 from zmpi.cli.resume import init_from
-what, source, sizes = sys.argv[1], sys.argv[2], dict(layers=3, width=48, heads=4, context=64, vocab=256)
+what, source = sys.argv[1], sys.argv[2]
+sizes = dict(layers=3, width=48, heads=4, context=64, vocab=256)
 tokens = np.frombuffer(open(sys.argv[3], "rb").read(), np.uint8).astype(np.int64)
 windows = np.stack([tokens[start:start + 65] for start in range(0, len(tokens) - 65, 64)])
 batch = [(windows[:, :-1], windows[:, 1:].copy())]
@@ -84,7 +85,8 @@ def test_an_export_has_the_same_loss_in_transformers(tmp_path, text):
     assert model.lm_head.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
     found = theirs(model)
     print(
-        f"loss: zmpi {expected:.9f}, transformers {found:.9f}, relative difference {abs(found / expected - 1):.1e}"
+        f"loss: zmpi {expected:.9f}, transformers {found:.9f},"
+        f" relative difference {abs(found / expected - 1):.1e}"
     )
     assert expected < 4 and abs(found / expected - 1) < 1e-4
 
@@ -97,6 +99,7 @@ def test_what_transformers_saved_has_the_same_loss_here(tmp_path, text, kind):
     model.save_pretrained(tmp_path / "gpt2")
     expected, found = theirs(model.float()), ours("init", tmp_path / "gpt2", text)
     print(
-        f"loss: transformers {expected:.9f}, zmpi {found:.9f}, relative difference {abs(found / expected - 1):.1e}"
+        f"loss: transformers {expected:.9f}, zmpi {found:.9f},"
+        f" relative difference {abs(found / expected - 1):.1e}"
     )
     assert abs(found / expected - 1) < 1e-4

@@ -10,7 +10,7 @@ from zmpi.process.errors import Agreed
 
 
 class Counting:
-    """A workload whose engines note who stepped when. `skips`, `fails`: (stage, step) of such steps."""
+    """A workload whose engines note who stepped when. `skips`, `fails`: (stage, step)."""
 
     warm_up, steps = 1, 3
     policy = SimpleNamespace(precision="float16")

@@ -190,7 +190,7 @@ def test_a_file_outside_of_the_checkpoint_is_not_opened(checkpoint, name):
 
 
 def test_an_export_opens_as_many_files_as_it_may(checkpoint, tmp_path, monkeypatch):
-    """Raises the soft limit; if the hard one is too low, closes and reopens files: the same weights."""
+    """Raises the soft limit; if the hard one is too low, closes and reopens files: same weights."""
     pytest.importorskip("safetensors")
     manifest, limits = Manifest.read(checkpoint), [(5, 4096), (66, 66)]
     raised, open_now = [], []

@@ -1,4 +1,4 @@
-"""zmpi.train with a fault on one rank, under mpirun: `checkpoint_driver.py FAULT RANK NUMBER FLAGS...`
+"""zmpi.train with a fault on one rank (mpirun): `checkpoint_driver.py FAULT RANK NUMBER FLAGS...`
 
 limit       files may grow to NUMBER bytes only
 all         each argument after the third is the end of a command line; prints each one's error

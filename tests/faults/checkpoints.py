@@ -1,9 +1,10 @@
-"""The command's checkpoints under fire: `python tests/faults/checkpoints.py kills 50 | flips 100 | resumes`.
+"""Checkpoints under fire: `python tests/faults/checkpoints.py kills 50 | flips 100 | resumes`.
 
-kills N     N times, at random moments around saving, SIGKILL to all ranks or to one; every restart must go on from a
-            complete step, and the run that got through must end with the bits of one that was left alone
+kills N     N times, near a save, SIGKILL to all ranks or to one; every restart must continue from a
+            complete step, and the run that got through must end with the bits of one that was left
+            alone
 flips N     N times, a flipped bit or a truncation in a file of a checkpoint: found, named, status 2
-resumes     10 steps straight against 5 + a new process + 5: all stages, precisions, accumulate 1 and 2
+resumes     10 steps against 5 + a new process + 5: all stages, precisions, accumulate 1 and 2
 """
 
 import contextlib
@@ -50,7 +51,7 @@ def train(size, *flags, timeout=60):
 
 
 def bits(folder):
-    """What a folder's newest checkpoint contains: every rank's file, to the bit, after its check."""
+    """What a folder's newest checkpoint contains, after its check: every rank's file, in full."""
     manifest = Manifest.read(newest(folder))
     manifest.check(0, 1)
     counts = [manifest[key] for key in ("step", "updates", "scaler", "seed")]
@@ -105,7 +106,7 @@ class Killed:
         )
 
     def kill(self):
-        """Wait for one of the next saves and a random while; kill. Returns (who, the folder) or None."""
+        """Wait for one of the next saves and a random while; kill. (who, the folder), or None."""
         for _ in range(self.draw.randint(1, 3)):
             if not self._wait_for_a_save():
                 self.output = self.process.communicate()[0]

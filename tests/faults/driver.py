@@ -1,7 +1,8 @@
 """A small user script with one planted fault: driver.py FAULT PLACE RANK TIMEOUT.
 
-zmpi has no switch for this: the places lie in this script, or in a method that it wraps from outside. The fault strikes
-once, in the third step where the place is inside one; just before, the rank prints `fault TIME`.
+zmpi has no switch for this: the places lie in this script, or in a method that it wraps from
+outside. The fault strikes once, in the third step where the place is inside one; just before, the
+rank prints `fault TIME`.
 """
 
 import os
@@ -37,7 +38,7 @@ def strike():
 
 
 class Places:
-    """Where it strikes. `here(place)` is called in this script; three more places wrap zmpi's own."""
+    """Where it strikes: at `here(place)` in this script; three more places wrap zmpi's own."""
 
     def __init__(self, rank):
         self.mine, self.step = rank == RANK, 0
@@ -57,7 +58,7 @@ class Places:
             strike()
 
     def raise_on_all_ranks(self):
-        """Rank RANK raises before it posts a gather; the others have posted one that never completes."""
+        """Rank RANK raises before it posts a gather; the others' gathers then never complete."""
         post = zmpi.messages.comm.Communicator.all_gather
 
         def posted(*args):

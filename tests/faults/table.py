@@ -1,7 +1,7 @@
 """Every fault at every place, on rank 0 and on another, at 3 and 4 ranks: how it ends, and when.
 
-`python tests/faults/table.py` runs all of them, some at a time, and prints a table; its status is 1 if one run fails.
-tests/test_faults.py runs a part of it.
+`python tests/faults/table.py` runs all of them, some at a time, and prints a table; its status is 1
+if one run fails. tests/test_faults.py runs a part of it.
 """
 
 import itertools
@@ -53,7 +53,7 @@ class Run:
         )
 
     def seconds(self, ended):
-        """Seconds from the fault (a sleep: from the timeout) to the last process's end; None: no fault."""
+        """Seconds from the fault (a sleep: the timeout) to the last process's end, or None."""
         struck = re.search(r"^fault (\d+\.\d+)$", ended.output, re.MULTILINE)
         return (
             ended.ended - float(struck[1]) - TIMEOUT * (self.fault == "sleep") if struck else None

@@ -1,8 +1,9 @@
 """Steps that end with gathers under way, again and again: under_way.py ROUNDS [LATE].
 
-In every round a forward raises on all ranks, the script drops its engine and makes another; what it allocates meanwhile
-must stay as it was. LATE is a rank that raises one layer before the others, so that these have started a gather which it
-never will. Run it under MALLOC_PERTURB_, which fills freed memory, and with many rounds:
+In every round a forward raises on all ranks, the script drops its engine and makes another; what it
+allocates meanwhile must stay as it was. LATE is a rank that raises one layer before the others, so
+that these have started a gather which it never will. Run it under MALLOC_PERTURB_, which fills
+freed memory, and with many rounds:
 
     MALLOC_PERTURB_=165 mpirun -n 3 python tests/faults/under_way.py 100
     MALLOC_PERTURB_=165 mpirun -n 3 python tests/faults/under_way.py 100 1

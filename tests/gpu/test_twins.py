@@ -1,6 +1,7 @@
 """On a GPU: each fused twin against its reference in float64, on values that its type can hold.
 
-What the tests on the CPU (test_kernels.py) cannot show: warps and blocks side by side, cuBLAS, CuPy's own functions.
+What the tests on the CPU (test_kernels.py) cannot show: warps and blocks side by side, cuBLAS,
+CuPy's own functions.
 """
 
 import ml_dtypes
@@ -11,7 +12,8 @@ from models import GPT, attention, fused, ops, plain_step, plain_weights
 from zmpi.numbers.optim import AdamW, Slice, sums_of_squares
 from zmpi.numbers.sums import add_in_order
 
-# relative to the largest element: float64 rounding; float32 sums of some thousand terms; one rounding of a result in 16 bits
+# relative to the largest element: float64 rounding; float32 sums of some thousand terms; one
+# rounding of a result in 16 bits
 TOLERANCE = {"float64": 1e-12, "float32": 3e-5, "float16": 3e-3, "bfloat16": 2e-2}
 TYPES = {
     "float64": np.float64,

@@ -14,8 +14,9 @@ def losses(log):
 
 
 def aware():
-    """What this MPI says about pointers of a GPU: (yes or no, why). In a process of its own: MPI starts with the import."""
-    text = "from zmpi import World; world = World(device='cpu'); print('answer', *world.transport_for('cuda'))"
+    """This MPI on GPU pointers: (yes or no, why). In a new process: importing MPI starts it."""
+    text = "from zmpi import World; world = World(device='cpu');"
+    text += " print('answer', *world.transport_for('cuda'))"
     ended = run_world(1, ["-c", text], timeout=60)
     name, why = ended.output.split("answer ")[1].strip().split(" ", 1)
     return name == "direct", why

@@ -41,7 +41,7 @@ class Nibbles(Communicator):
     unpacked = Unpacked
 
     def declared_bytes(self, kind, layout, itemsize, whole):
-        """Bytes that this rank sends per call, with padding. Vectors stored whole are not rounded."""
+        """Bytes that this rank sends per call, with padding. Vectors stored whole are exact."""
         if kind == "all_gather" and not whole:
             return (self.shards - 1) * -(-layout.shard_length // BLOCK) * (BLOCK // 2 + 4)
         return (self.shards - 1) * layout.shard_length * itemsize

@@ -1,7 +1,8 @@
 """Manners of tests that run on all ranks of a world: none of them may leave the others waiting, or a message behind.
 
-A failure on one rank ends the world, after it has said on which rank and in which test; a test that does not end is
-ended; after each test all ranks meet, and make sure that they come from the same one. Only rank 0 shows progress.
+A failure on one rank ends the world, after it has said on which rank and in which test; a test that
+does not end is ended; after each test all ranks meet, and make sure that they come from the same
+one. Only rank 0 shows progress.
 """
 
 import faulthandler

@@ -1,9 +1,10 @@
-"""A GPU without a GPU: the part of CuPy that zmpi uses, over host memory, with streams that are as late as they may be.
+"""A GPU without a GPU: the CuPy that zmpi uses, on host memory, with streams as late as allowed.
 
-Nothing that is launched happens before the host waits for it (or, on an `eager` stream, as soon as its events allow): until
-then new memory holds NaN and old memory what was there before. So MPI, which reads the memory by its address, finds out
-whoever forgot to wait. An array refuses to become NumPy's, has no buffer, and computes with its own kind and with
-numbers only. Freed memory is handed out again at once, as by CuPy's pool: in the order of the one stream that computes.
+Nothing that is launched happens before the host waits for it (or, on an `eager` stream, as soon as
+its events allow): until then new memory holds NaN and old memory what was there before. So MPI,
+which reads the memory by its address, finds out whoever forgot to wait. An array refuses to become
+NumPy's, has no buffer, and computes with its own kind and with numbers only. Freed memory is handed
+out again at once, as by CuPy's pool: in the order of the one stream that computes.
 
 What it cannot show: kernels' own races, cuBLAS, CuPy's rules of promotion, IPC, speed.
 """
@@ -20,7 +21,7 @@ HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
 
 
 class Stream:
-    """A queue of work. `late`: nothing runs before someone waits for it; else it runs as soon as its events allow."""
+    """A queue of work. `late`: nothing runs before a wait; else as soon as its events allow."""
 
     def __init__(self, late=True):
         self.queue, self.late = deque(), late
@@ -184,7 +185,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 class Cuda:
-    """The module `cupy`, or what zmpi uses of it. `late`: whether (the computing stream, other streams) are late."""
+    """The module `cupy`, as far as zmpi uses it. `late`: of (the computing, other streams)."""
 
     def __init__(self, late=(True, True), devices=1):
         self.stream, self.free = Stream(late[0]), defaultdict(list)
@@ -323,7 +324,7 @@ class _Upload:
 
 
 def _zeros(value):
-    """Stand-ins of the same shapes, for a look at the shape of a result: numbers may not be there yet."""
+    """Stand-ins that only have the right shapes: their numbers may not be there yet."""
     if isinstance(value, (tuple, list)):
         return type(value)(_zeros(part) for part in value)
     return np.zeros_like(value) if isinstance(value, np.ndarray) else value

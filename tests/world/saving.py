@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: an engine, its steps as numbers, and all that it carries from step to step."""
+"""Shared by the tests of checkpoints: an engine, its steps as numbers, and all its state."""
 
 from training import adamw, gpt, share
 
@@ -6,7 +6,7 @@ from zmpi import Policy, ZeRO
 
 
 def engine(world, stage=3, precision="float32", model=None, optimizer=None):
-    """An engine whose loss scale, if it has one, doubles every 3 good steps: so that what is saved of it matters."""
+    """An engine whose loss scale, if any, doubles every 3 good steps, so that its state matters."""
     optimizer = optimizer or adamw(decay_steps=10)
     return ZeRO(
         model or gpt(), world, stage, optimizer, policy=Policy(precision, loss_scale_window=3)

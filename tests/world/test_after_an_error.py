@@ -1,4 +1,4 @@
-"""What goes wrong on the way into a step, or in the middle of one, is one error on all ranks, and leaves nothing behind."""
+"""An error before a step, or within one, is one on all ranks, and leaves nothing behind."""
 
 import signal
 
@@ -68,7 +68,7 @@ def test_an_optimizer_of_ones_own_is_known_by_its_kind(world):
 def test_a_step_that_ended_by_an_exception_leaves_nothing_to_the_next(
     world, monkeypatch, stage, precision, prefetch, verb
 ):
-    """On all ranks alike, in the second micro-batch, with a gradient half made and (at stage 3) the next gather under way."""
+    """On all ranks, in micro-batch 2, with half a gradient and (stage 3) a gather under way."""
 
     def made():
         return ZeRO(gpt(), world, stage, adamw(), policy=Policy(precision, prefetch))
@@ -133,7 +133,7 @@ def test_a_micro_batch_without_a_sequence_is_one_error_on_all_ranks(world, model
 
 @pytest.mark.parametrize("model", [gpt(), mlp()], ids=["gpt", "mlp"])
 def test_a_token_outside_of_the_vocabulary_is_one_error_on_all_ranks(world, model):
-    """Its id, position and rank, the vocabulary; nothing is trained. Below 0 an index would wrap and train silently."""
+    """Its id, position, rank and vocabulary; nothing is trained. Negative ids would wrap."""
     zero, other = ZeRO(model, world, 3, adamw()), ZeRO(model, world, 3, adamw())
     last = world.size - 1
     for name, token in (("inputs", -1), ("inputs", 23), ("targets", 23)):

@@ -1,4 +1,4 @@
-"""Checkpoints through the Python API: training goes on to the same bits, and a save costs no memory."""
+"""Checkpoints from Python: training continues with the same bits, and a save costs no memory."""
 
 import tracemalloc
 from pathlib import Path
@@ -90,8 +90,10 @@ def test_a_checkpoint_of_one_precision_goes_on_in_another(world, folder):
 
 
 def test_a_checkpoint_of_a_version_that_padded_otherwise_is_loaded(world):
-    """It was saved on 2 ranks with 24 pieces in place of 192. Element c of the model (unit after unit, in the order in
-    which they lie, padding left out) had the master c / 8, the first moment c / 8 + 1000, the second c / 8 + 2000.
+    """It was saved on 2 ranks with 24 pieces in place of 192.
+
+    Element c of the model (units in order, without padding) had the master c / 8, the first moment
+    c / 8 + 1000 and the second c / 8 + 2000.
     """
     zero = ZeRO(GPT(layers=1, width=6, heads=2, context=4, vocab=7), world, 1)
     manifest = zero.load(Path(__file__).parent.parent / "saved_with_24_pieces")
@@ -157,7 +159,7 @@ def test_ranks_that_own_nothing_but_padding_save_and_load(world, folder, stage):
 @pytest.mark.sizes(3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_export_is_the_trained_model(world, folder, stage):
-    """B12: every tensor, the tied one once, and the logits of one process that knows nothing of ranks, all to the bit."""
+    """B12: every tensor, the tied one once, and one process's logits, all to the bit."""
     zero = engine(world, stage)
     steps(zero, 1, 5)
     zero.save(folder)
@@ -187,7 +189,7 @@ def test_an_export_is_the_trained_model(world, folder, stage):
     ("stage", "precision"), [(0, "float32"), (1, "float16"), (3, "float32"), (3, "float16")]
 )
 def test_saving_takes_no_memory_and_loading_one_block(world, folder, stage, precision):
-    """A unit is 0.5 or 0.8 MiB here, all of the state 13 MiB. Beside a block: what JSON takes, and small change."""
+    """A unit is 0.5 or 0.8 MiB, the state 13 MiB. On top of a block: JSON, and small change."""
     zero = engine(
         world, stage, precision, model=GPT(layers=5, width=128, heads=2, context=7, vocab=1000)
     )
@@ -207,7 +209,7 @@ def test_saving_takes_no_memory_and_loading_one_block(world, folder, stage, prec
 
 
 def test_a_rank_reads_its_share_of_the_check_and_the_ranges_it_needs(world, folder, monkeypatch):
-    """At stage 3: together the ranks read each file about twice, each rank no more than its part of that."""
+    """At stage 3 the ranks together read each file about twice, each rank only its part."""
     zero = engine(world, model=GPT(layers=5, width=128, heads=2, context=7, vocab=1000))
     zero.save(folder)
     read, real = [], np.ndarray.__len__

@@ -1,4 +1,4 @@
-"""What no checkpoint comes from, or goes to: foreign, damaged, missing, held by another job, full; and the agreed signal."""
+"""Checkpoints refused: foreign, damaged, missing, locked, a full disk; and the agreed signal."""
 
 import resource
 
@@ -64,7 +64,7 @@ def test_another_training_is_refused_by_the_first_name(world, saved, other, told
 
 @pytest.mark.sizes(3)
 def test_every_damage_is_found_and_nothing_is_loaded(world, comm, saved):
-    """100 single flipped bits and truncations over all files: each one named, on all ranks, the engine as it was."""
+    """100 flipped bits and truncations over all files: each is reported, the engine unchanged."""
     zero = engine(world)
     steps(zero, 1, 1)
     before, rng = state(zero), np.random.default_rng(3)
@@ -118,7 +118,7 @@ def test_a_second_job_is_refused(world, saved):
     "limit", [0, 1000, 100_000], ids=["not a byte", "in the first unit", "on one rank only"]
 )
 def test_a_full_disk_leaves_the_last_checkpoint_and_the_training(world, comm, saved, limit):
-    """By a limit on the size of files, as if the disk were full: an error on all ranks, and training goes on unharmed."""
+    """A limit on file size, like a full disk: an error on all ranks, and training continues."""
     zero, other = engine(world), engine(world)
     zero.load(saved)
     other.load(saved)
@@ -187,7 +187,7 @@ def test_a_signal_on_one_rank_stops_all_before_the_next_step(world, number, stat
 
 @pytest.mark.sizes(3)
 def test_ranks_with_other_weights_to_start_from_are_refused(world, folder):
-    """Each rank fills its own shard: of two files it would be a third model. A node's copy may be an older one."""
+    """Each rank fills its own shard: two files would make a third model."""
     zero = ZeRO(GPT(layers=1, width=6, heads=3, context=5, vocab=11), world, 3, sgd())
     shapes = {n: s for unit in zero.units.values() for n, s in _full(unit.layout).items()}
     sizes = {"layers": 1, "width": 6, "heads": 3, "context": 5, "vocab": 11}
@@ -209,7 +209,7 @@ def _full(layout):
 
 @pytest.mark.sizes(3)
 def test_a_folder_that_is_another_on_one_rank_is_refused(world, comm, saved, monkeypatch):
-    """A disk of each node's own, on which the folder of this name holds another training's checkpoint."""
+    """Each node has its own disk, and one folder has another training's checkpoint."""
     real = zmpi.saving.checkpoint.read_checkpoint
 
     def read(folder):

@@ -1,4 +1,4 @@
-"""The communicator's own calls (B16), and gathers that are under way while something is computed (B14)."""
+"""The communicator's own calls (B16), and gathers under way during a computation (B14)."""
 
 import time
 from functools import partial
@@ -94,7 +94,8 @@ def test_mpi_adds_the_same_numbers(comm, chunk_bytes, dtype):
         out.fill(7)
         talk.reduce_scatter(layout, vector_of(comm.rank, layout.padded, dtype), out, fresh)
         expected = left_to_right(layout, comm.size, comm.rank, dtype, onto)
-        # another order of at most 6 numbers of up to 1e4: each rounding is at most 1e4 times the type's precision
+        # another order of at most 6 numbers of up to 1e4: each rounding is at most 1e4 times the
+        # type's precision
         np.testing.assert_allclose(out, expected, rtol=0, atol=6e4 * np.finfo(dtype).eps)
 
 
@@ -110,7 +111,7 @@ def test_the_sum_may_lie_in_the_own_slice_of_what_is_sent(comm, reduction, chunk
 
 
 def test_a_sum_of_16_bit_numbers_is_made_in_float32(comm):
-    """2048 + 1 + ... is 2048 in float16, whose spacing there is 2; the float32 sum is rounded once."""
+    """2048 + 1 + ... is 2048 in float16, whose spacing there is 2; the sum is rounded once."""
     talk, layout = communicator("ordered", dtype=np.float16)
     full = np.full(layout.padded, 2048 if comm.rank == 0 else 1, np.float16)
     out = np.empty(layout.shard_length, np.float16)
@@ -180,7 +181,7 @@ def every_second(array):
 
 @pytest.mark.parametrize("dtype", [np.float64, np.int32, np.float16])
 def test_a_vector_of_another_type_than_was_reserved_is_an_error(comm, dtype):
-    """It would be written past the message buffer's end, or be summed as numbers that it does not hold."""
+    """It would be written past the message buffer's end, or be read as other numbers."""
     talk, layout = communicator("ordered")
     full, out = np.zeros(layout.padded, np.float32), np.zeros(layout.shard_length, np.float32)
     for wrong in (
@@ -207,7 +208,7 @@ def test_data_in_another_order_of_memory_are_read_element_by_element(comm):
 
 
 class Lazy(Communicator):
-    """Its gathers read their input, and fill their output, in wait() only. `log` holds what was started and waited for."""
+    """Its gathers read input and fill output in wait() only. `log`: starts and waits."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)

@@ -11,7 +11,7 @@ from zmpi import Policy, ZeRO
 from zmpi.cost.dryrun import CountedWorld, DryRun, Memo
 from zmpi.cost.probes import ProbedZeRO, TracedZeRO
 
-TOLERANCE = 0.02  # of the peak: tracemalloc's highest includes Python's own objects, some kB (the promise is 10 %)
+TOLERANCE = 0.02  # of the peak: tracemalloc includes Python's objects, some kB (promise: 10 %)
 
 
 def without_times(comm):
@@ -71,7 +71,7 @@ def test_it_is_with_the_other_reduction_too(comm, stage):
     ids=["gpt", "wide gpt", "mlp"],
 )
 def test_the_planned_peak_is_the_traced_one(comm, model, precision, stage):
-    """Every kind to the byte, in every moment; the whole within the tolerance, at the same place of the step."""
+    """Every kind to the byte, at every moment; the whole within the tolerance, at one place."""
     real, dry = both(model, world_of("auto"), stage, policy_of(precision), b=4, kind=TracedZeRO)
     planned, measured = dry.highest(), real.highest()
     assert (planned.verb, planned.name) == (measured.verb, measured.name)
@@ -126,7 +126,7 @@ def test_watching_changes_no_bit(comm):
 
 
 def test_the_probe_sees_who_is_late(comm):
-    """Rank 0 sleeps in its forward: the others wait for it, and that is skew, not time in flight."""
+    """Rank 0 sleeps in its forward: the others wait for it; that is skew, not time in flight."""
     import time
 
     zero = ProbedZeRO(gpt(), world_of("auto"), 3, adamw())

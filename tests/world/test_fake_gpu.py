@@ -1,4 +1,4 @@
-"""The GPU's transports, and the whole engine on a GPU, without one: see fake_cuda.py for what the fake can find out."""
+"""The GPU's transports, and the engine, without a GPU: fake_cuda.py says what it can find."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,8 @@ from zmpi.proof.walks import walks_are_whole
 from zmpi.verify import CHECKS, promises
 
 SIZES = (1, 2, 3, 4)
-# Which streams are late (the computing one, the copying one): what is forgotten shows in one of these orders.
+# Which streams are late (the computing one, the copying one): what is forgotten shows in one of
+# these orders.
 ORDERS = [(True, True), (True, False), (False, True)]
 
 transports = pytest.mark.parametrize("transport", ["direct", "staged"])
@@ -153,7 +154,8 @@ def test_mpi_adds_the_same_numbers(comm, transport, late, chunk_bytes):
         out = cuda.empty(layout.shard_length, np.float32)
         out.fill(7)
         talk.reduce_scatter(layout, computed(cuda, vector_of(comm.rank, layout.padded)), out, fresh)
-        # another order of at most 5 numbers of up to 1e4: each rounding is at most 1e4 times the type's precision
+        # another order of at most 5 numbers of up to 1e4: each rounding is at most 1e4 times the
+        # type's precision
         np.testing.assert_allclose(
             cuda.asnumpy(out), left_to_right(layout, comm, onto=onto), rtol=0, atol=6e-3
         )
@@ -387,7 +389,7 @@ def test_it_is_an_array_of_the_gpu_that_is_gathered(comm):
 
 @pytest.mark.parametrize("there", ["cpu", "direct"])
 def test_a_checkpoint_goes_on_on_another_device(comm, folder, there):
-    """Saved on the GPU at stage 3, loaded at stage 1 on the CPU or on the GPU: the state's bits are the same."""
+    """Saved on the GPU at stage 3, loaded at stage 1 on CPU or GPU: the state's bits are equal."""
     first = ZeRO(gpt(), gpu_world("staged"), 3, adamw())
     first.train_step(share(first.model, 1, first.world, 1))
     first.save(folder)
@@ -404,7 +406,8 @@ def test_a_checkpoint_goes_on_on_another_device(comm, folder, there):
             assert np.array(one).tobytes() == np.array(other).tobytes(), name
 
 
-# Each check on one of the two transports, those of messages and lifetimes on both: an operation of the fake is slow.
+# Each check on one of the two transports, those of messages and lifetimes on both: an operation of
+# the fake is slow.
 BOTH = (messages_arrive, stages_agree, nothing_is_kept)
 DIRECT = (*BOTH, walks_are_whole, order_is_kept, schedule_changes_nothing, volumes_are_exact)
 STAGED = (*BOTH, *(check for check in CHECKS if check not in DIRECT))

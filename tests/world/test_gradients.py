@@ -1,4 +1,4 @@
-"""The sharded gradient of the global loss, against finite differences in float64, and who is summed how often."""
+"""The sharded gradient of the global loss against finite differences in float64; who is summed."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def directions_for(parameters, only=""):
 
 
 def slope(zero, batches, directions, h=1e-3):
-    """Of the global loss along a direction, by five points: wrong by about h^4, and 1e-16 / h of rounding."""
+    """The global loss along a direction, by five points: error h^4, and 1e-16 / h of rounding."""
     losses = {}
     for k in (-2, -1, 1, 2):
         move(zero, directions, k * h)
@@ -76,7 +76,8 @@ def test_the_gradient_is_that_of_the_global_loss(comm, model, stage, reduction, 
     directions = directions_for(copied(zero))
     expected = slope(zero, batches, directions)
     found = gradient(zero, batches)
-    # five points at h = 1e-3 are wrong by 1e-11 or so; the direction's terms cancel to a few per cent of their size
+    # five points at h = 1e-3 are wrong by 1e-11 or so; the direction's terms cancel to a few per
+    # cent of their size
     assert sum(np.sum(found[name] * directions[name]) for name in found) == pytest.approx(
         expected, rel=1e-6
     )

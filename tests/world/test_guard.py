@@ -25,7 +25,7 @@ def test_a_wait_is_counted_and_its_name_kept(world, comm):
 
 
 def test_entering_a_wait_makes_two_calls(world, comm):
-    """It surrounds every collective: the two ends of `with`, no clock, lock, message or system call."""
+    """It surrounds every collective: just `with`, no clock, lock, message or system call."""
     calls = []
 
     def count(frame, event, function):
@@ -42,7 +42,7 @@ def test_entering_a_wait_makes_two_calls(world, comm):
 
 
 def test_the_thread_looks_ten_times_a_second_and_no_more(world, comm, monkeypatch):
-    """On a busy machine fewer times, never more: a thread that polls would take a core from the ranks."""
+    """Less often on a busy machine, never more: a polling thread would take a core."""
     looks = []
     judge = world.guard._judge
     monkeypatch.setattr(world.guard, "_judge", lambda: (looks.append(time.monotonic()), judge()))

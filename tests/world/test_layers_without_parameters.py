@@ -1,4 +1,4 @@
-"""A layer whose shapes() is empty, an activation say, is computed like any other, and nothing moves for it."""
+"""A layer with empty shapes(), such as an activation, is computed like any other; nothing moves."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ class Tokens(Double):
 
 
 class Among(MLP):
-    """An MLP with layers without parameters behind the first hidden one, two in a row, and at both ends."""
+    """An MLP with layers without parameters: two in a row in the middle, and one at both ends."""
 
     def __init__(self):
         super().__init__(layers=2, width=11, context=5, vocab=23)
@@ -65,7 +65,7 @@ def test_they_train_as_in_the_plain_loop(world, stage, precision):
 
 
 def test_nothing_moves_for_them(world):
-    """The elements of the same model without them; its head alone is not the last layer now, and gathered twice."""
+    """The same model's elements; its head is now not the last layer, so it is gathered twice."""
     moved = []
     for model in (Among(), mlp(layers=2)):
         zero = ZeRO(model, world_of("ordered"), 3, adamw())

@@ -163,7 +163,7 @@ def test_a_row_without_gradient_stays_as_it_is(comm, precision, stage):
 @stages
 @narrow
 def test_masters_move_although_the_16_bit_weight_does_not(comm, precision, stage):
-    """Steps of 1e-6 on a gain of 1, whose 16-bit neighbours are 2^-11 (float16) or 2^-8 below: lost without a master."""
+    """Steps of 1e-6 on a gain of 1: below 16 bits' 2^-11 or 2^-8, so lost without a master."""
     zero = ZeRO(
         gpt(), world_of("auto"), stage, AdamW(lr=1e-6, weight_decay=0.0), policy=Policy(precision)
     )
@@ -185,7 +185,7 @@ def test_masters_move_although_the_16_bit_weight_does_not(comm, precision, stage
 
 @stages
 def test_a_master_that_is_too_large_for_16_bits_is_reported_and_not_trained_on(comm, stage):
-    """One weight, on one rank (at stage 0 all hold it); every rank raises the same error, and the count is right."""
+    """One weight, on one rank (at stage 0 on all): every rank raises the same, with its count."""
     zero = ZeRO(gpt(), world_of("auto"), stage, SGD(lr=0.0), policy=Policy("float16"))
     zero.scaler.scale = 256.0
     unit = zero.units["h.1"]
@@ -214,7 +214,7 @@ def test_the_largest_16_bit_weight_is_trained_on(comm):
 
 
 class Faint(Layer):
-    """y = x weight; together with Whisper's loss every weight has a gradient of about 1e-8 (float16's least is 6e-8)."""
+    """y = x weight; with Whisper's loss gradients are about 1e-8 (float16's least is 6e-8)."""
 
     name = "faint"
 

@@ -1,6 +1,7 @@
-"""Promises P2 and P3 on memory: owned bytes equal the formula, and nothing is kept that should be free.
+"""P2 and P3 on memory: owned bytes equal the formula, and nothing is kept that should be free.
 
-Lifetimes are those of the arrays themselves (weak references, and tracemalloc's account of NumPy's memory), not flags.
+Lifetimes are those of the arrays themselves (weak references, and tracemalloc's account of NumPy's
+memory), not flags.
 """
 
 import gc
@@ -101,7 +102,10 @@ def test_owned_bytes_equal_the_formula(comm, model, precision, stage):
 @stages
 @precisions
 def test_owned_bytes_are_the_papers(comm, stage, precision):
-    """16 bytes a parameter with two moments: 16, 4 + 12/N, 2 + 14/N, 16/N in 16 bits; 16, 8 + 8/N, 4 + 12/N, 16/N in 32."""
+    """Bytes a parameter with two moments, 16 bits: 16, 4 + 12/N, 2 + 14/N, 16/N;
+
+    32 bits: 16, 8 + 8/N, 4 + 12/N, 16/N.
+    """
     zero = ZeRO(gpt(), world_of("auto"), stage, adamw(), policy=Policy(precision))
     wide, narrow = ((16, 0), (8, 8), (4, 12), (0, 16)), ((16, 0), (4, 12), (2, 14), (0, 16))
     whole, apart = (wide if precision == "float32" else narrow)[stage]
@@ -118,7 +122,8 @@ def test_numpys_memory_is_the_owned_state_and_the_message_buffer(
 ):
     """Measured by tracemalloc, which sees every array of the process, after 3 steps.
 
-    At most 1 kB is something else (the promise is 1 MB, but the smallest shard has some hundred bytes; nothing was seen).
+    At most 1 kB is something else (the promise is 1 MB, but the smallest shard has some hundred
+    bytes; nothing was seen).
     """
     model, world = gpt(), world_of("auto")
     batches = [share(model, step, world, accumulate) for step in (1, 2, 3)]
@@ -212,7 +217,7 @@ def test_a_model_that_was_gathered_dies_after_the_block(comm):
 @precisions
 @stages
 def test_at_most_two_partial_gradients_of_the_gpt_are_alive(comm, stage, precision):
-    """The tied unit's lives from the head's backward to the embedding's; beside it one block's at a time."""
+    """The tied unit's lives from the head's to the embedding's backward, and one block's."""
     zero = Watched(
         gpt(layers=4), world_of("auto"), stage, adamw(), policy=Policy(precision, recompute=True)
     )

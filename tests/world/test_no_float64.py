@@ -1,4 +1,4 @@
-"""In float32 no array of the training path is float64: twice the memory and half the speed, by an accident of types."""
+"""In float32 no array of the training path is float64, by accident of types: twice the memory."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,8 @@ from zmpi.numbers.optim import CACHE_BLOCK
 SIZES = (1, 3, 4)
 
 FOLDERS = tuple(str(Path(package.__file__).parent) for package in (models_package, zmpi))
-# The few numbers that ranks tell each other: counts, losses and pieces of the norm; size x (micro-batches + 192) at most.
+# The few numbers that ranks tell each other: counts, losses and pieces of the norm; size x
+# (micro-batches + 192) at most.
 SCALARS = {
     "gather_scalars",
     "_update",

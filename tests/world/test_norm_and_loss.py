@@ -1,7 +1,8 @@
-"""Cases B01, B03 and B04: the norm over shards, the loss over unequal ranks, accumulation. Against the run without ZeRO.
+"""B01, B03 and B04: the norm over shards, unequal ranks, accumulation; against one process.
 
-The reference run is one process, the plain loop, float32 and the same global batch in the same order. Tolerances: MPI's
-sums, and float32's 2^-24 for each of some hundred additions, come to less than 1e-5 of a loss or norm.
+The reference run is one process, the plain loop, float32 and the same global batch in the same
+order. Tolerances: MPI's sums, and float32's 2^-24 for each of some hundred additions, come to less
+than 1e-5 of a loss or norm.
 """
 
 import numpy as np
@@ -41,7 +42,8 @@ def test_the_norm_is_the_references_at_every_size_and_stage(comm, model, reducti
         zero.train_step(share(zero.model, 1, zero.world, 12 // comm.size))
         assert zero.last.grad_norm == pytest.approx(plain.norm, rel=1e-5)
         expected = 0.1 * min(plain.norm, clip or plain.norm)
-        # the change is a difference of float32 weights of about 1: each is rounded to 6e-8, of changes of about 1e-3
+        # the change is a difference of float32 weights of about 1: each is rounded to 6e-8, of
+        # changes of about 1e-3
         assert change(before, copied(zero)) == pytest.approx(expected, rel=1e-3)
 
 
@@ -78,7 +80,7 @@ def test_ten_clipped_steps_end_at_the_references_parameters(comm, model, stage):
 
 
 def uneven(model, world, counted):
-    """(this rank's micro-batch, all of them in order): rank r's has counted[r] targets that count."""
+    """(this rank's micro-batch, all in order): rank r's has counted[r] targets that count."""
     batches = []
     for rank in range(world.size):
         inputs, targets = micro_batch(model, 1, rank, b=2, ragged=False)
@@ -92,7 +94,7 @@ def uneven(model, world, counted):
 @pytest.mark.sizes(2, 3, 4, 6)
 @pytest.mark.parametrize("counted", [(8, 2), (0, 10), (3, 0, 5)])
 def test_every_counted_target_weighs_the_same(comm, counted, reduction, stage):
-    """The loss is the sum over all targets / their number (8 + 2, say), never a mean of the ranks' means."""
+    """The loss is the sum over all targets / their number, never a mean of the ranks' means."""
     plain = Plain(gpt(), SGD(lr=0.1))
     zero = ZeRO(gpt(), world_of(reduction), stage, SGD(lr=0.1))
     mine, batches = uneven(zero.model, zero.world, counted)
@@ -108,7 +110,7 @@ def test_every_counted_target_weighs_the_same(comm, counted, reduction, stage):
 
 @stages
 def test_the_loss_is_the_mean_over_the_union_of_all_samples(comm, stage):
-    """MLP, 7 samples over the ranks (3/2/2 on three), in batches of unequal length; against one batch of all 7."""
+    """MLP, 7 samples over the ranks (3/2/2 on three), unequal batches; against one batch of 7."""
     model, whole = mlp(), micro_batch(mlp(), 1, 0, b=7, ragged=False)
     plain = Plain(model, SGD(lr=0.1))
     expected = plain.step([whole])
@@ -155,7 +157,7 @@ def test_unequal_numbers_of_micro_batches_are_one_error_on_all_ranks(comm):
 @reductions
 @pytest.mark.sizes(1, 2, 4)
 def test_accumulation_divides_nothing_twice(comm, reduction, stage):
-    """A global batch of 16 sequences as accumulate x size micro-batches: 1, 2, 4 and 8 (at most 16 in all) train the same."""
+    """16 sequences in accumulate x size micro-batches (1 to 16 in all) train the same."""
     model = GPT(layers=1, width=12, heads=3, context=5, vocab=19)
     whole = [micro_batch(model, step, 0, b=16) for step in range(1, 6)]
     plain = Plain(model, SGD(lr=0.1))

@@ -1,4 +1,4 @@
-"""What a script passes to World, ZeRO and save: a wrong number, and what ranks disagree on, is one error on all ranks."""
+"""Wrong numbers and differing ranks in World, ZeRO and save are one error on all ranks."""
 
 import math
 

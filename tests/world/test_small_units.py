@@ -1,4 +1,4 @@
-"""Cases B08 and B06: units with fewer elements than ranks, sizes that do not divide, and decay that knows its parameters."""
+"""B08 and B06: units smaller than the world, sizes that do not divide, decay by parameter."""
 
 from itertools import chain
 
@@ -181,7 +181,7 @@ def test_matrices_decay_and_biases_and_gains_do_not(comm, reduction, stage):
 
 @pytest.mark.sizes(3)
 def test_at_3_ranks_a_shard_ends_inside_a_bias(comm):
-    """So that the test of decay sees one slice in which decay stops half way, and one that begins without it."""
+    """So one slice's decay stops half way, and one begins without it."""
     layout = ZeRO(level(), world_of("auto"), 3).units["h.0"].layout
     cuts = [layout.shard(rank).start for rank in range(comm.size)]
     spans = {name: (start, stop) for name, start, stop in layout.spans(slice(0, layout.padded))}

@@ -1,7 +1,8 @@
 """Promise P1: every stage, reduction and split trains the same model, to the last bit.
 
-Compared are each step's loss and gradient norm and the final parameters, over three steps with clipping, warm-up, decay
-and targets that do not count. All comparisons are exact: what is promised is that the same sums are made in one order.
+Compared are each step's loss and gradient norm and the final parameters, over three steps with
+clipping, warm-up, decay and targets that do not count. All comparisons are exact: what is promised
+is that the same sums are made in one order.
 """
 
 import numpy as np
@@ -96,7 +97,7 @@ def test_prefetch_and_recompute_change_no_bit(comm, model, reduction):
 
 
 class Long(GPT):
-    """Its losses are numbers of 53 bits and of very different size: every order of adding them up gives other bits."""
+    """Its losses have 53 bits and very different sizes: every other order gives other bits."""
 
     def loss(self, logits, targets, divisor):
         loss_sum, d = super().loss(logits, targets, divisor)
@@ -194,7 +195,8 @@ def test_prefetch_and_recompute_change_no_bit_in_16_bits(comm, precision):
 def test_16_bits_follow_float32_at_their_own_precision(comm, precision):
     wide = Plain(gpt(), adamw()).run(2 * comm.size)
     losses, _, _ = run(gpt(), world_of("auto"), 3, adamw(), 2, policy=Policy(precision))
-    # a weight is rounded to 2^-11 (float16) or 2^-8 (bfloat16) of itself; the loss, near log(vocab), moves less than that
+    # a weight is rounded to 2^-11 (float16) or 2^-8 (bfloat16) of itself; the loss, near
+    # log(vocab), moves less than that
     np.testing.assert_allclose(
         losses, wide[0], rtol={"float16": 2**-11, "bfloat16": 2**-8}[precision]
     )

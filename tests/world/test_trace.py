@@ -31,7 +31,7 @@ def traced(stage, steps=2, accumulate=1, policy=None):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_events_are_the_verbs_of_the_schedule(comm, stage):
-    """In order: each visit's forward and backward; gathers, frees and reductions as the printed schedule has them."""
+    """In order: each visit's forward and backward; the printed schedule's gathers and frees."""
     zero = traced(stage)
     events = [e for e in zero.ledger.steps[-1] if e["verb"] not in ("step", "agree")]
     layers = [layer.name for layer in zero.model.layers]

@@ -1,4 +1,4 @@
-"""Memory that MPI may still read or write is never freed, however a step ends (and P3 holds all the same)."""
+"""Memory that MPI may still use is never freed, however a step ends (and P3 holds)."""
 
 import gc
 import weakref
@@ -29,7 +29,7 @@ def engine_and_unit(world):
 
 @pytest.mark.sizes(2, 3, 4)
 def test_a_gather_that_is_dropped_keeps_its_vectors_until_mpi_is_done(world):
-    """Rank 0 starts its gather last: until it has, the other ranks' vectors are MPI's, whoever has let go of them."""
+    """Rank 0 starts its gather last: until then the others' vectors are MPI's."""
     zero, unit = engine_and_unit(world)
     under_way = world.lane.under_way
     if world.rank:
@@ -86,7 +86,7 @@ def test_a_vector_that_is_freed_before_its_use_is_gathered_again(world):
 
 
 class Drops(ZeRO):
-    """Raises in the forward of layer 1 on one rank, of layer 2 on the others: these have started one gather more."""
+    """Raises in layer 1 on one rank, in layer 2 on the others, which started one gather more."""
 
     first = None  # the rank that raises first
 

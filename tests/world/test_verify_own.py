@@ -1,4 +1,4 @@
-"""zmpi.verify with a model and an optimizer of one's own: every check runs on them, and a mistake in them turns red."""
+"""zmpi.verify with your own model and optimizer: every check runs on them and finds mistakes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ CHECKS = ("stages_agree", "order_is_kept", "gradient_is_right", "volumes_are_exa
 
 @dataclass(frozen=True, kw_only=True)
 class Whole(Lion):
-    """Each element's step depends on the largest gradient of the slice that its rank happens to own."""
+    """Each element's step depends on the largest gradient of the slice that its rank owns."""
 
     def update(self, owned, t, factor):
         super().update(owned, t, factor / (1e-3 + float(np.abs(owned.gradient).max())))

@@ -1,4 +1,4 @@
-"""Promise P2, what is moved: elements and bytes of every collective equal the closed form (paper, section 7), exactly."""
+"""P2, what is moved: each collective's elements and bytes equal the closed form, exactly."""
 
 from collections import Counter
 from functools import partial
@@ -24,7 +24,7 @@ models = pytest.mark.parametrize("model", [gpt, mlp])
 
 
 class Listening(Communicator):
-    """Notes every collective of the gradients' and parameters' vectors, and every MPI call that carries them."""
+    """Notes every collective of gradients and parameters, and every MPI call for them."""
 
     def __init__(self, world, ledger, reduction, **options):
         super().__init__(world, ledger, reduction, **options)
@@ -45,7 +45,7 @@ class Listening(Communicator):
 
 
 class Spy:
-    """An MPI communicator that notes (call, count from each rank, size of the type) of what vectors travel by."""
+    """An MPI communicator that notes (call, count from each rank, type's size) of vectors."""
 
     def __init__(self, mpi):
         self._mpi, self.calls = mpi, []
@@ -80,7 +80,7 @@ def one_step(model, world, stage, M, precision="float32", kind=Heard):
 
 
 def expected_elements(zero, stage, M):
-    """{collective: elements} of the GPT (paper, section 7), each unit gathered twice and reduced once: 2, 2, M + 1, 3 M."""
+    """{collective: elements} of the GPT (paper, section 7): 2 gathers, 1 reduction per unit."""
     total = sum(unit.layout.elements for unit in zero.units.values())
     reductions = M if stage >= 2 or zero.comm.ordered else 1
     return {
@@ -206,7 +206,7 @@ def test_a_small_chunk_limit_changes_no_bit_and_no_volume(comm, reduction, preci
         assert found[0] == found[1]
         if reduction == "ordered":
             assert_same_bits(*results, stage)
-        else:  # MPI's own order of sums may depend on the length of a message; a loss is rounded to 2^-24 of itself
+        else:  # MPI's order of sums may depend on a message's length; a loss is rounded to 2^-24
             np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-6)
 
 

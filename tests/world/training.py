@@ -1,6 +1,7 @@
-"""What the tests of the engine share: small models, data that differs on every rank, and the run without ZeRO.
+"""Shared by the tests of the engine: small models, different data per rank, runs without ZeRO.
 
-Shapes: b sequences, T positions. Sizes are chosen so that they do not divide: units of the GPT here are 1 or 2 mod 3, 4, 5.
+Shapes: b sequences, T positions. Sizes are chosen so that they do not divide: units of the GPT here
+are 1 or 2 mod 3, 4, 5.
 """
 
 import numpy as np
@@ -22,7 +23,7 @@ def mlp(layers=2):
 
 
 def adamw(**changed):
-    """AdamW with everything on: warm-up, cosine, decay, and clipping that bites (the first norms are about 1)."""
+    """AdamW with everything: warm-up, cosine, decay, and clipping (first norms are about 1)."""
     return AdamW(
         **{
             "lr": 3e-3,
@@ -41,7 +42,7 @@ def sgd(**changed):
 
 
 def micro_batch(model, step, j, b=2, ragged=True):
-    """Global micro-batch j of a step, a function of (step, j) alone; `ragged`: about a third of the targets do not count."""
+    """Global micro-batch j of a step; `ragged`: about a third of the targets do not count."""
     rng = np.random.default_rng([step, j])
     inputs = rng.integers(0, model.vocab, (b, model.context))
     shape = (b,) if isinstance(model, MLP) else (b, model.context)
@@ -103,7 +104,7 @@ def assert_same_bits(one, other, what=""):
 
 
 class Plain(plain.Plain):
-    """The plain loop that zmpi.verify has; where nothing is rounded, a step is models.plain_step's."""
+    """The plain loop of zmpi.verify; where nothing is rounded, models.plain_step's."""
 
     def __init__(self, model, optimizer, seed=0, precision="float32"):
         super().__init__(model, optimizer, precision, seed)
@@ -120,7 +121,7 @@ class Plain(plain.Plain):
         )
 
     def run(self, number, steps=3, **options):
-        """(losses, norms, final parameters), as `train` gives them; `number` micro-batches a step."""
+        """(losses, norms, final parameters), like `train`'s; `number` micro-batches per step."""
         losses, norms = [], []
         for step in range(1, steps + 1):
             losses.append(self.step(everything(self.model, step, number, **options)))
