@@ -2,7 +2,7 @@
 
 The same model, initial weights, batches and AdamW with clipping; one thread per rank; gloo for
 PyTorch. The contenders of a group are alive together and take turns of a few steps; the first
-turn is a warm-up. A ratio is zmpi's median step / the peer's, of one round; the median over the rounds.
+turn is a warm-up. A ratio is zmpi's median step / the peer's of the same round, then the median.
 Memory is a rank's peak resident memory (VmHWM: shared memory counts in each rank that touched it)
 minus that of a bare Python; the table also gives it after the imports. CPU is a step's processor
 time, all threads of the slowest rank: on a busy machine it says more than the clock.

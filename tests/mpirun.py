@@ -27,7 +27,7 @@ class Ended:
 
 
 def mpirun():
-    """The launcher: MPIRUN if set, else the one beside this Python (of the same MPI as its mpi4py), else that on PATH."""
+    """The launcher: MPIRUN if set, else the one next to this Python (its mpi4py's), or on PATH."""
     beside = Path(sys.executable).parent / "mpirun"
     found = os.environ.get("MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun"))
     if not found:
@@ -38,7 +38,7 @@ def mpirun():
 
 
 def run_world(size, arguments, timeout, **environment):
-    """Run `python ARGUMENTS` on `size` ranks and wait for all of it; after `timeout` seconds it is ended by force."""
+    """Run `python ARGUMENTS` on `size` ranks to the end; kill it after `timeout` seconds."""
     mark = (
         f"world-{uuid.uuid4().hex}"  # in every rank's environment, so that a survivor is recognised
     )

@@ -1,4 +1,4 @@
-"""Runs every file of world/ as a small MPI world, at 1 to 4 ranks or at those the file names in SIZES."""
+"""Runs every file of world/ as a small MPI world, on 1 to 4 ranks or on its own SIZES."""
 
 import ast
 from pathlib import Path
@@ -12,7 +12,7 @@ FILES = sorted((Path(__file__).parent / "world").glob("test_*.py"))
 
 
 def sizes_of(file):
-    """The module-level constant SIZES of a test file, read without importing it (that would start MPI here)."""
+    """A test file's module-level SIZES, read without importing it (that would start MPI)."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [
             "SIZES"

@@ -1,4 +1,4 @@
-"""Manners of tests that run on all ranks of a world: none of them may leave the others waiting, or a message behind.
+"""For tests that run on all ranks: none may leave the others waiting, or a message behind.
 
 A failure on one rank ends the world, after it has said on which rank and in which test; a test that
 does not end is ended; after each test all ranks meet, and make sure that they come from the same
@@ -16,7 +16,7 @@ import pytest
 from mpi4py import MPI
 
 LIMIT = 120  # seconds for a test, its meeting included
-SHARE = 0.2  # seconds between two ranks that report: if all fail alike, one speaks before it ends the others
+SHARE = 0.2  # seconds between two ranks' reports: if all fail alike, one speaks and ends the rest
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +78,7 @@ class Manners:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self, nodeid):
-        """All ranks meet. A broadcast without its receivers would otherwise reach the next test's."""
+        """All ranks meet. A broadcast without receivers would otherwise reach the next test's."""
         meeting = self.private.Ibarrier()
         while not meeting.Test():
             time.sleep(
@@ -107,7 +107,7 @@ class Manners:
         self.end(f"pytest failed:\n{excrepr}")
 
     def overdue(self, nodeid, seconds):
-        """Called on the timer's thread: every rank shows where it is, then the first one ends the world."""
+        """Runs on the timer's thread: ranks print where they are; the first ends the world."""
         self.say(f"{nodeid} did not end within {seconds} s; it is here:")
         faulthandler.dump_traceback(self.stderr)
         time.sleep(1 + self.rank * SHARE)
