@@ -35,8 +35,11 @@ FLOORS = (
         "cli": """options own shared_flags start model_flags optimizer_flags train_flags bench_flags
                   resume
                   report progress run_log logged settings side_by_side""",
+        "course": """case toy starting worlds counting watch collectives replicas sharded_adam
+                     sharded_gradients gather_free uneven_tied prefetching own_communicator
+                     accounting tasks subject marks printed""",
     },
-    {"": "train verify bench plan generate export compare doctor __main__"},
+    {"": "train verify bench plan generate export compare grade doctor __main__"},
 )
 
 

@@ -9,7 +9,7 @@ from zmpi.cli.options import Parser, alone
 from zmpi.process.errors import UsageError
 from zmpi.process.table import in_columns
 
-COMMANDS = ("train", "verify", "bench", "plan", "generate", "export", "compare", "doctor")
+COMMANDS = ("train", "verify", "bench", "plan", "generate", "export", "compare", "grade", "doctor")
 
 
 def listed():
