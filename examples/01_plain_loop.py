@@ -1,7 +1,7 @@
 """The training step with no ZeRO in it: one process, whole weights, whole gradients.
 
 Run:        python examples/01_plain_loop.py
-Last line:  01 ok: the loss fell by more than 2 nat in 60 steps
+Last line:  01 ok: the loss fell by more than 2 nats in 60 steps
 """
 
 import numpy as np
@@ -44,4 +44,4 @@ for step in range(1, 61):
 state = sum(w.nbytes for named in weights.values() for w in named.values())
 print(f"weights {state:,} bytes, gradients {state:,}, moments {2 * state:,}: all in this process")
 assert losses[0] - losses[-1] > 2
-print("01 ok: the loss fell by more than 2 nat in 60 steps")
+print("01 ok: the loss fell by more than 2 nats in 60 steps")
