@@ -11,7 +11,8 @@ import sys
 
 from models import GPT
 from models.layer import parameter_count
-from zmpi.core.stages import STAGES, state_bytes
+from zmpi.core.formulas import state_bytes
+from zmpi.core.stages import STAGES
 from zmpi.numbers.precision import RECIPES
 
 sizes = [int(size) for size in sys.argv[1:]] or [12, 768, 12, 1024, 50257]

@@ -23,11 +23,10 @@ FLOORS = (
         "text": "formats data generation",
     },
     {"saving": "rules schema blocks manifest compared found folder checkpoint pretrained"},
-    {"core": "stages layout schedule owned gradient unit step engine"},
+    {"core": "stages formulas layout schedule mesh owned gradient unit step engine"},
     {
         "cost": """counted watch probes trace turns dryrun memory_limit estimate speed measure
-                   paper
-                   bench_table plan_tables pictures page""",
+                   paper bench_table plan_tables by_formula pictures page""",
         "proof": """rows trial outcome plain textbook walks messages sequences gradients training
                     updates accounts lifetimes saved conduct""",
     },
@@ -53,7 +52,7 @@ def in_order():
 
 
 HOME = {module: (floor, package, place) for floor, package, place, module in in_order()}
-CORE = ("stages", "layout", "schedule", "owned", "gradient", "unit", "engine")
+CORE = ("stages", "layout", "schedule", "mesh", "owned", "gradient", "unit", "engine")
 ZMPI, MODELS = sorted((ROOT / "zmpi").rglob("*.py")), sorted((ROOT / "models").rglob("*.py"))
 FILES = ZMPI + MODELS
 MODELS_MAY = {
@@ -177,8 +176,8 @@ def test_a_function_has_at_most_40_lines_and_6_parameters(path):
         assert len(parameters) <= 6, f"{path.name}: {f.name}"
 
 
-def test_the_core_stays_within_920_lines():
-    assert sum(lines(ROOT / "zmpi/core" / f"{name}.py") for name in CORE) <= 920
+def test_the_core_stays_within_1080_lines():
+    assert sum(lines(ROOT / "zmpi/core" / f"{name}.py") for name in CORE) <= 1080
 
 
 def test_no_code_asks_for_a_stage_by_number():

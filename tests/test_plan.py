@@ -1,6 +1,7 @@
 """The planner: the paper's figures, dry runs of large worlds, and questions without an answer."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from models import GPT, MLP
 from zmpi import plan
-from zmpi.core.stages import STAGES, elements_moved, state_bytes
+from zmpi.core.formulas import elements_moved, state_bytes
+from zmpi.core.stages import STAGES
 from zmpi.cost.estimate import HIGHEST, Setting, largest_fitting
 from zmpi.cost.paper import PAPER_MODELS, PAPER_RANKS, TABLE_1, TABLE_2, largest_model, state_gb
 from zmpi.cost.speed import Speed, along, ranks_that_pay, speed_of
@@ -140,6 +142,56 @@ def test_more_ranks_pay_until_messages_take_as_long_as_products():
         assert (speed.comm_s(walk) >= speed.compute_s(walk)) == won
 
 
+GROUPED = {
+    "0,0": (120, 1.5e10, 1.5e10),
+    "1,0": (41.25, 1.5e10, 1.5e10),
+    "1,1": (31.40625, 1.5e10, 1.5e10),
+    "2,0": (28.125, 3e10, 1.5e10),
+    "2,1": (18.28125, 3e10, 1.5e10),
+    "2,2": (16.640625, 3e10, 3e10),
+    "3,0": (15, 6.75e10, 1.5e10),
+    "3,1": (5.15625, 6.75e10, 1.5e10),
+    "3,2": (3.515625, 6.75e10, 3e10),
+    "3,3": (1.875, 6.75e10, 6.75e10),
+}
+
+
+def test_ten_placements_of_a_number_of_parameters(capsys):
+    """7.5e9 of them on 64 ranks in groups of 8: GB per rank, and A and B times the parameters."""
+    flags = "--params 7.5e9 --ranks 64 --group 8 --precision float32 --reduction mpi"
+    rows = json.loads(said(f"{flags} --accumulate 3 --json", capsys))["stages"]
+    found = {row["stage"]: (row["elements"], row["elements_between"]) for row in rows}
+    assert found == {
+        stage: moved for stage, (_, *rest) in GROUPED.items() for moved in [tuple(rest)]
+    }
+    rows = json.loads(said("--params 7.5e9 --ranks 64 --group 8 --json", capsys))["stages"]
+    assert {row["stage"]: row["total"] / 1e9 for row in rows} == {
+        stage: total for stage, (total, *_) in GROUPED.items()
+    }
+    text = said("--params 7.5e9 --ranks 64 --group 8 --memory 32e9", capsys)
+    for figure in ("120", "41.2", "31.4", "28.1", "18.3", "16.6", "15", "5.2", "3.5", "1.9"):
+        assert re.search(rf"  {re.escape(figure)} +\d", text), figure
+    assert "stage 3,1  4.655e+10" in text and "every unit is gathered twice" in text
+
+
+def test_two_bandwidths_choose_the_placement_with_the_shortest_step_that_fits(capsys):
+    model = "--layers 2 --ranks 4 --group 2 --precision float32 --accumulate 3 --flops 1e10"
+    rows = json.loads(said(f"{model} --bandwidth 1e9,1e7 --json", capsys))["stages"]
+    times = {row["stage"]: row["step_s"][1] for row in rows}
+    assert max(times, key=times.get) == "3,3" and times["3,1"] < times["2,2"]
+    for row in rows:
+        names = "bytes_sent", "bytes_between"
+        sent, between = (sum(kind[name] for kind in row["comm"].values()) for name in names)
+        messages = (sent - between) / 1e9 + between / 1e7
+        assert row["terms_s"]["messages"] == pytest.approx(messages)
+    peaks = sorted(row["peak"] for row in rows)
+    for memory in (peaks[0] * 1.01, peaks[5], peaks[-1]):
+        text = said(f"{model} --bandwidth 1e9,1e7 --memory {memory}", capsys)
+        fitting = [row["stage"] for row in rows if row["peak"] <= memory]
+        best = min(fitting, key=times.get)
+        assert re.search(rf"^shortest step that fits \S+ MB per rank: stage {best}\b", text, re.M)
+
+
 def test_memory_is_inverted(capsys):
     found = json.loads(
         said("--layers 2 --width 64 --ranks 4 --precision float32 --memory 20e6 --json", capsys)
@@ -250,6 +302,10 @@ BAD = {
     "--layers 2 --ranks 4 --calibrate setup.cfg --flops 1": "--calibrate: gives both speeds",
     "--layers 2 --ranks 4 --calibrate /dev/zero": "--calibrate: expected a file, got /dev/zero",
     "--layers 2 --ranks 4 --doctor setup.cfg": "--doctor: gives only messages",
+    "--layers 2 --ranks 4 --group node": "--group: expected a number",
+    "--layers 2 --ranks 4 --group 3": "--group: expected a number that divides --ranks 4, got 3",
+    "--layers 2 --ranks 4 --flops 1 --bandwidth 1,2,3": "--bandwidth: expected one or two numbers",
+    "--params 1e9 --ranks 4 --accumulate 2": "--accumulate: needs a model",
     "--layers 2 --rank 4": "--rank",
     "--params 1e9 --ranks 4 --width 64": "--width: needs a model",
     "--params 1e9 --ranks 4 --recompute": "--recompute: needs a model",

@@ -5,8 +5,9 @@ from math import ceil, floor
 import pytest
 
 from models import GPT, MLP, unit_of
+from zmpi.core.formulas import elements_moved, state_bytes
 from zmpi.core.schedule import training_schedule
-from zmpi.core.stages import STAGES, elements_moved, state_bytes
+from zmpi.core.stages import STAGES
 from zmpi.numbers.precision import RECIPES
 
 PAPER = RECIPES["float16"]  # 2 + 2 + 12 bytes per parameter

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from argparse import ArgumentTypeError
 from contextlib import ExitStack, closing
 from time import sleep
 
@@ -15,9 +16,10 @@ from zmpi.cli.model_flags import (
     refuse_beyond_memory,
 )
 from zmpi.cli.optimizer_flags import OPTIMIZERS, own_optimizer
-from zmpi.cli.options import Parser, check_files, named_as_flags
+from zmpi.cli.options import Parser, check_files, named_as_flags, stage
 from zmpi.cli.own import FileClass, leave_defaults
 from zmpi.cli.start import engine_of, refuse_different_texts, start_command
+from zmpi.core.stages import placement
 from zmpi.cost.bench_table import heading, stage_table, sweep_table
 from zmpi.cost.measure import Workload, measure_stages
 from zmpi.cost.page import open_page, write_report
@@ -51,7 +53,7 @@ def main(argv=None):
 def _run(args, world, held):
     """From the flags to the files."""
     with world.agreed():
-        stages = _stages(args.stages)
+        stages = _stages(args.stages, len(world.axes))
         points = _points(args, world)
         for point in points:
             workload = _workload(args, world, point)
@@ -74,19 +76,25 @@ def _run(args, world, held):
         check_printed()
 
 
-def _stages(text):
-    """The stages of the flag, each once, in the order given."""
+def _stages(text, axes):
+    """The stages of the flag, each once, in order; with groups (inside, outside) pairs."""
+    text = text or ("0,1,2,3" if axes == 1 else "0,0 3,0 3,1 3,3")
     try:
-        stages = [int(part) for part in text.split(",")]
-    except ValueError:
+        stages = [stage(one) for one in (text.split() if axes > 1 else text.split(","))]
+    except ArgumentTypeError:
         stages = []
-    if not stages or len(set(stages)) < len(stages) or not set(stages) <= {0, 1, 2, 3}:
-        raise ValueError(f"--stages: expected some of 0,1,2,3, each once, got {text}")
+    if not stages or len(set(stages)) < len(stages):
+        some = "some of 0,1,2,3" if axes == 1 else "pairs such as 3,3 3,1"
+        raise ValueError(f"--stages: expected {some}, each once, got {text}")
+    for one in stages:
+        placement(one, axes)
     return stages
 
 
 def _points(args, world):
     """What each run of the sweep changes; [{}], no change, without --sweep."""
+    if args.sweep == "ranks" and len(world.axes) > 1:
+        raise ValueError("--sweep: ranks cannot be combined with --group")
     if args.sweep == "ranks":
         return [
             {"ranks": n}
@@ -145,6 +153,7 @@ def _bench(args, world, stages, point):
             "parameters": parameter_count(model),
             "recipe": workload.policy.recipe.bytes_per_parameter(len(workload.optimizer.moments)),
             "size": part.size,
+            "group": part.axes[0].size if len(part.axes) > 1 else None,
             "micro_batch": workload.batches.micro_batch,
             "accumulate": args.accumulate,
             "optimizer": args.optimizer,
@@ -167,6 +176,8 @@ def _bench(args, world, stages, point):
 
 def _first_ranks(world, ranks):
     """A World of the first `ranks` ranks; None on the others."""
+    if ranks == world.size:
+        return world
     part = world.part(world.mpi.Split(world.rank >= ranks, world.rank))
     return part if world.rank < ranks else None
 

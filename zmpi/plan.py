@@ -1,23 +1,26 @@
 """python -m zmpi.plan: does it fit, and what will it cost? By a formula, or by a dry run."""
 
 import json
+from argparse import ArgumentTypeError
 from dataclasses import replace
 
 from zmpi.cli.model_flags import add_model_flags, build_model
 from zmpi.cli.options import Parser, alone, file_name, named_as_flags, real, whole
 from zmpi.cli.shared_flags import add_shared
-from zmpi.core.stages import STAGES, state_bytes
+from zmpi.core.formulas import placements
+from zmpi.cost.by_formula import axis_sizes, formula_rows, formula_table, largest_table, moved_note
 from zmpi.cost.estimate import Setting, largest_fitting
 from zmpi.cost.paper import both_tables, largest_model
-from zmpi.cost.plan_tables import SHARDED, fits_table, memory_table, moved_table, times_table
+from zmpi.cost.plan_tables import fits_table, memory_table, moved_table, name_of, times_table
 from zmpi.cost.speed import Speed, links_of, ranks_that_pay, speed_of
 from zmpi.numbers.precision import RECIPES, Policy
 from zmpi.process.errors import UsageError
 from zmpi.process.files import named
-from zmpi.process.table import in_bytes, in_columns, short, unit_for
+from zmpi.process.table import in_bytes
 from zmpi.text.formats import refuse_irregular
 
 COMMAND = "zmpi.plan"
+FORMULA = ("params", "ranks", "precision", "memory", "json")  # flags that need no model
 LARGEST_BENCH = 1 << 26  # the most bytes read of a bench's JSON
 
 
@@ -41,7 +44,7 @@ def _how(group):
     ranks = "data-parallel ranks (required, except with --paper)"
     group.add_argument("--ranks", type=whole(1), help=ranks)
     shared = "--precision", "--micro-batch", "--accumulate", "--prefetch", "--recompute"
-    add_shared(group, *shared, "--reduction", precision="float16", micro_batch=1)
+    add_shared(group, *shared, "--reduction", "--group", precision="float16", micro_batch=1)
 
 
 def _questions(add):
@@ -52,8 +55,9 @@ def _questions(add):
     )
     add(
         "--bandwidth",
-        type=real(0, above=True),
-        help="bytes per second sent by a rank (default: no times)",
+        type=_bandwidth,
+        metavar="W[,B]",
+        help="bytes per second sent by a rank, within and between groups (default: no times)",
     )
     add("--flops", type=real(0, above=True), help="FLOPs per second of a rank (default: no times)")
     add(
@@ -99,11 +103,17 @@ def answer(args):
     if (args.params is None) == (args.layers is None):
         given = "neither" if args.params is None else "both"
         raise UsageError(f"--params: expected either --params or --layers, got {given}")
+    if args.group == "node":
+        raise UsageError("--group: expected a number, since a plan has no nodes; got node")
+    if args.group and args.ranks % args.group:
+        raise UsageError(
+            f"--group: expected a number that divides --ranks {args.ranks}, got {args.group}"
+        )
     if args.layers is not None:
         return _of_model(args)
     _only(
         given,
-        ("params", "ranks", "precision", "memory", "json"),
+        (*FORMULA, *(("group", "accumulate", "reduction") if args.group else ())),
         "needs a model; use --layers instead of --params",
     )
     return _of_formula(args)
@@ -120,40 +130,24 @@ def _only(given, allowed, fault):
 
 
 def _of_formula(args):
-    """State per rank at each stage (paper, sections 3.1 and 5.1-5.3)."""
-    recipe = RECIPES[args.precision]
+    """State per rank at each stage (paper, sections 3.1 and 5.1-5.3); with groups, of each pair."""
+    recipe, sizes = RECIPES[args.precision], axis_sizes(args.ranks, args.group)
     parameters = int(args.params) if args.params == int(args.params) else args.params
-    rows = []
-    for stage in STAGES:
-        state = state_bytes(stage, parameters, args.ranks, recipe)
-        row = {"stage": stage.number, **state, "total": sum(state.values())}
-        if args.memory:
-            row["largest_parameters"] = largest_model(stage, args.ranks, args.memory, recipe)
-        rows.append(row)
+    each = args.reduction == "ordered" or recipe.gradient.itemsize < 4
+    rows = formula_rows(parameters, sizes, recipe, (args.accumulate, each), args.memory)
     if args.json:
         return _json(recipe, parameters, args, rows)
-    divisor, name = unit_for(rows[0]["total"])
-    kinds = ("parameters", "gradients", "optimizer", "total")
-    lines = [("stage", "sharded", *kinds)]
-    for row, sharded in zip(rows, SHARDED, strict=True):
-        lines.append(
-            (f"  {row['stage']}", sharded, *(short(row[kind] / divisor) for kind in kinds))
-        )
-    text = (
-        f"{_opening(parameters, args, recipe)}; {name} per rank (1 {name} = {divisor:,} bytes),"
-        f" state alone\n{in_columns(lines, 2)}"
-    )
-    if args.memory:
-        text += f"\nmost parameters whose state alone fits {in_bytes(args.memory)} per rank"
-        text += "".join(
-            f"\n  stage {row['stage']}  {row['largest_parameters']:.4g}" for row in rows
-        )
-    return text
+    parts = [f"{_opening(parameters, args, recipe)}; {formula_table(rows, sizes)}"]
+    parts += [moved_note(args.accumulate)] if len(sizes) > 1 else []
+    parts += [largest_table(rows, args.memory)] if args.memory else []
+    return "\n".join(parts)
 
 
 def _opening(parameters, args, recipe):
-    plural = "s" if args.ranks > 1 else ""
-    return f"{parameters:,.15g} parameters on {args.ranks:,} rank{plural}, {recipe.describe()}"
+    plural, sizes = "s" if args.ranks > 1 else "", axis_sizes(args.ranks, args.group)
+    groups = f" = {sizes[1]:,} groups of {sizes[0]:,}" if len(sizes) > 1 else ""
+    ranks = f"{args.ranks:,} rank{plural}{groups}"
+    return f"{parameters:,.15g} parameters on {ranks}, {recipe.describe()}"
 
 
 def _json(recipe, parameters, args, rows):
@@ -182,33 +176,42 @@ def _of_model(args):
         args.micro_batch,
         args.accumulate,
         args.reduction,
+        group=args.group,
     )
-    walks = [setting.walk(stage.number) for stage in STAGES]
+    placed = placements(len(axis_sizes(args.ranks, args.group)))
+    asked = [[stage.number for stage in one.stages] for one in placed]
+    walks = [setting.walk(stages) for stages in asked]
     speed = _speed(args)
     limits = [_limits(setting, walk, args.memory) for walk in walks] if args.memory else []
-    turning = [ranks_that_pay(setting, stage.number, speed) for stage in STAGES] if speed else []
+    turning = [
+        ranks_that_pay(setting, *stages, speed) if len(stages) == 1 else (None, False)
+        for stages in (asked if speed else ())
+    ]
     recipe = policy.recipe
     if args.json:
         rows = [walk.entry() for walk in walks]
-        for row, walk, limit, turn in zip(
-            rows, walks, limits or STAGES, turning or STAGES, strict=True
-        ):
-            row |= limit if limits else {}
-            if speed:
-                compute, comm = speed.compute_s(walk), speed.comm_s(walk)
-                row |= {
-                    "compute_s": compute,
-                    "comm_s": comm,
-                    "step_s": [max(compute, comm), compute + comm],
-                    "terms_s": speed.terms(walk),
-                }
-                row |= {"ranks_that_pay": turn[0] if turn[1] else None}
+        for row, limit in zip(rows, limits, strict=False):
+            row |= limit
+        for row, walk, turn in zip(rows, walks, turning, strict=False):
+            row |= {**_times(walk, speed), "ranks_that_pay": turn[0] if turn[1] else None}
         return _json(recipe, walks[0].elements, args, rows)
     parts = [f"{_opening(walks[0].elements, args, recipe)}\n{_run(args)}", memory_table(walks)]
-    parts += [fits_table(limits, args.memory)] if limits else []
+    parts += [fits_table(limits, args.memory, placed)] if limits else []
     parts += [times_table(walks, turning, speed)] if speed else []
+    parts += [_shortest(walks, speed, args.memory)] if speed and args.group else []
     parts += [moved_table(walks, args.accumulate)] if args.dry_run else []
     return "\n\n".join(parts)
+
+
+def _times(walk, speed):
+    """A step's times, as JSON."""
+    compute, comm = speed.compute_s(walk), speed.comm_s(walk)
+    return {
+        "compute_s": compute,
+        "comm_s": comm,
+        "step_s": [max(compute, comm), compute + comm],
+        "terms_s": speed.terms(walk),
+    }
 
 
 def _run(args):
@@ -241,7 +244,7 @@ def _speed(args):
         return replace(speed, links=links)
     if (args.flops is None) != (args.bandwidth is None):
         raise UsageError("--bandwidth: a step's time needs --flops too, got only one of the two")
-    return Speed(args.flops, args.bandwidth) if args.flops else None
+    return Speed(args.flops, *args.bandwidth) if args.flops else None
 
 
 def _measured(flag, path, read, what):
@@ -256,11 +259,29 @@ def _measured(flag, path, read, what):
         raise UsageError(f"{flag}: expected the JSON of {what}; got {path}") from None
 
 
+def _shortest(walks, speed, memory):
+    """Which placement has the shortest step, of those that fit."""
+    fitting = [walk for walk in walks if not memory or walk.peak <= memory]
+    if not fitting:
+        return f"no placement fits {in_bytes(memory)} per rank"
+    best = min(fitting, key=lambda walk: speed.compute_s(walk) + speed.comm_s(walk))
+    room = f" that fits {in_bytes(memory)} per rank" if memory else ""
+    return f"shortest step{room}: stage {best.stage.number} {name_of(best.stage)}".rstrip()
+
+
+def _bandwidth(text):
+    """An argparse type: bytes per second, or two numbers: within and between groups."""
+    rates = [real(0, above=True)(part) for part in text.split(",")]
+    if len(rates) > 2:
+        raise ArgumentTypeError(f"expected one or two numbers, got {text}")
+    return rates
+
+
 def _limits(setting, walk, memory):
     """The largest model and micro-batch that fit, at the walk's stage."""
-    stage = walk.stage.number
+    stage = [one.number for one in walk.stage.stages]
     layers = largest_fitting(lambda n: setting.walk(stage, layers=n).peak, memory)
-    state = largest_model(walk.stage, setting.ranks, memory, setting.policy.recipe)
+    state = largest_model(walk.stage, setting.sizes, memory, setting.policy.recipe)
     found = {"largest_parameters": state, "largest_layers": layers}
     found["largest_micro_batch"] = largest_fitting(
         lambda n: setting.walk(stage, micro_batch=n).peak, memory

@@ -25,6 +25,7 @@ from zmpi.proof.training import (
     gradient_is_right,
     narrow_types_follow,
     order_is_kept,
+    rungs_agree,
     schedule_changes_nothing,
     stages_agree,
 )
@@ -40,6 +41,7 @@ CHECKS = {
     messages_arrive: "P1",
     data_is_shared_out: "P1",
     stages_agree: "P1 a",
+    rungs_agree: "P1 a'",
     order_is_kept: "P1 b",
     narrow_types_follow: "P1 b",
     schedule_changes_nothing: "P1 c",
@@ -103,7 +105,7 @@ def parser():
     """All flags."""
     flags = Parser(COMMAND, __doc__.splitlines()[0])
     add = flags.add_argument
-    add_shared(flags, "--precision", *WORLD_FLAGS, "--comm", timeout=60)
+    add_shared(flags, "--precision", *WORLD_FLAGS, "--group", "--comm", timeout=60)
     for name in ("model", "optimizer"):
         add(
             f"--{name}",

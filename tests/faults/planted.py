@@ -260,7 +260,7 @@ MAKE_PARTIAL = (ReducedEach, "_make_partial"), (ReducedOnce, "_make_partial")
 @mistake("an owned partial gradient is not zeroed", "order_is_kept", *MAKE_PARTIAL)
 def _(real, gradient):
     owned, dtype = gradient.owned, gradient.shared.recipe.partial
-    return real(gradient) if owned.sharded or owned.stored.dtype != dtype else owned.stored
+    return real(gradient) if owned.rung or owned.stored.dtype != dtype else owned.stored
 
 
 @mistake("padding of the gradient is not zero", "order_is_kept", (Unit, "partial"))
@@ -272,7 +272,7 @@ def _(real, unit):
 
 @mistake("stage 2 does not gather after its update", "stages_agree", (Unit, "_complete"))
 def _(real, unit):
-    stage = unit.shared.stage
+    stage = unit.shared.placement
     if not (stage.gradients and not stage.parameters):
         real(unit)
 

@@ -252,12 +252,13 @@ class Logged(ZeRO):
 
     def gather(self, visit):
         w = super().gather(visit)
-        self.comm.log += [f"compute with {self.comm.open} open"] * (visit.forward + visit.backward)
+        comm = self.comm.axes[0]
+        comm.log += [f"compute with {comm.open} open"] * (visit.forward + visit.backward)
         return w
 
     def _agree(self, losses, counted):
-        assert self.comm.open == self.comm.in_flight == 0
-        self.comm.log.append("update")
+        assert self.comm.axes[0].open == self.comm.in_flight == 0
+        self.comm.axes[0].log.append("update")
         return super()._agree(losses, counted)
 
 
@@ -288,7 +289,7 @@ def test_gathers_that_one_rank_posts_late_change_no_bit(comm):
 
 
 def test_a_gather_is_open_while_a_layer_computes(comm):
-    log = result_of(Logged, 3, 1)[1].comm.log
+    log = result_of(Logged, 3, 1)[1].comm.axes[0].log
     step = log[: log.index("update")]
     assert step.count("compute with 1 open") > len(step) / 4
     assert step.count("compute with 2 open") == 0
@@ -298,7 +299,7 @@ def test_a_gather_is_open_while_a_layer_computes(comm):
 
 
 def test_without_prefetch_no_gather_is_open_while_a_layer_computes(comm):
-    log = result_of(Logged, 3, 0)[1].comm.log
+    log = result_of(Logged, 3, 0)[1].comm.axes[0].log
     assert {entry for entry in log if entry.startswith("compute")} == {"compute with 0 open"}
 
 

@@ -19,7 +19,7 @@ def move(zero, directions, step):
         vector = np.zeros(unit.layout.padded)
         for name, view in unit.layout.views(vector).items():
             view[...] = directions[unit.layout.prefix + name]
-        vector = vector[unit.part] if unit.parameters.sharded else vector
+        vector = vector[unit.cut.slices[unit.parameters.rung]]
         unit.parameters.stored[...] += step * vector
 
 

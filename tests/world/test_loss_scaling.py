@@ -52,9 +52,9 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(comm, planted, stage):
     assert not zero.last.skipped
     before = state_of(zero)
 
-    zero.comm.planted, zero.comm.victim = planted, comm.size - 1
+    zero.comm.axes[0].planted, zero.comm.axes[0].victim = planted, comm.size - 1
     zero.train_step(share(zero.model, 2, zero.world, 1))
-    zero.comm.planted = None
+    zero.comm.axes[0].planted = None
     assert (
         comm.allgather((zero.last.skipped, zero.scaler.scale, zero.step))
         == [(True, 512.0, 2)] * comm.size
@@ -100,7 +100,7 @@ def test_all_ranks_give_up_together_if_one_overflows_again_and_again(comm, monke
     zero = Planted(gpt(), world_of("auto"), 3, adamw(), policy=policy)
     counted, said = progress.Progress(zero), []
     for step, planted in enumerate([None, np.inf, None, np.inf, np.nan, np.inf], start=1):
-        zero.comm.planted, zero.comm.victim = planted, comm.size - 1
+        zero.comm.axes[0].planted, zero.comm.axes[0].victim = planted, comm.size - 1
         zero.train_step(share(zero.model, step, zero.world, 1))
         try:
             counted.step()
@@ -119,7 +119,7 @@ def test_a_loss_that_is_not_finite_ends_a_run_whose_scale_is_1(comm, stage):
         zero = Planted(gpt(), world_of("auto"), stage, adamw(), policy=Policy(precision))
         zero.train_step(share(zero.model, 1, zero.world, 1))
         before = state_of(zero)
-        zero.comm.planted, zero.comm.victim = np.nan, comm.size - 1
+        zero.comm.axes[0].planted, zero.comm.axes[0].victim = np.nan, comm.size - 1
         with pytest.raises(Agreed, match=r"step 2: .*nothing was updated"):
             zero.train_step(share(zero.model, 2, zero.world, 1))
         assert state_of(zero) == before

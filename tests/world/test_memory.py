@@ -15,7 +15,7 @@ import pytest
 from training import STAGES, adamw, gpt, mlp, sgd, share, world_of
 
 from zmpi import Policy, ZeRO
-from zmpi.core.stages import state_bytes
+from zmpi.core.formulas import state_bytes
 from zmpi.messages.ledger import Ledger
 
 models = pytest.mark.parametrize("model", [gpt, mlp])

@@ -10,14 +10,18 @@ def add_bench_flags(flags):
     add_model_flags(flags.add_argument_group("model and data"))
     _what(flags.add_argument_group("workload"))
     run = flags.add_argument_group("execution")
-    add_shared(run, *STEP_FLAGS, *WORLD_FLAGS)
+    add_shared(run, *STEP_FLAGS, *WORLD_FLAGS, "--group")
     _outputs(flags.add_argument_group("output").add_argument)
 
 
 def _what(group):
     add = group.add_argument
     add_shared(group, "--data", "--optimizer")
-    add("--stages", default="0,1,2,3", help="ZeRO stages, separated by commas")
+    add(
+        "--stages",
+        help="ZeRO stages, separated by commas; with --group, INSIDE,OUTSIDE pairs, separated by"
+        " spaces (default: 0,1,2,3; 0,0 3,0 3,1 3,3)",
+    )
     add_shared(group, "--precision", "--micro-batch", "--accumulate")
     add("--warm-up", type=whole(1), default=2, help="steps before the clock starts")
     add("--steps", type=whole(5), default=7, help="timed steps (their median counts)")

@@ -6,7 +6,8 @@ from models import GPT, MLP
 from models.layer import parameter_count, units
 from zmpi.cli.options import named_as_flags, whole
 from zmpi.cli.own import FileClass, accepts, call, load_class, own_or
-from zmpi.core.stages import STAGES, state_bytes
+from zmpi.core.formulas import state_bytes
+from zmpi.core.stages import placement
 from zmpi.numbers.domains import Domain
 from zmpi.numbers.precision import RECIPES
 from zmpi.process.launch import ranks_on_this_node
@@ -110,7 +111,8 @@ def refuse_beyond_memory(args, model, world, stage):
         return
     ranks, (there, bound) = ranks_on_this_node(os.environ), node_memory()
     parameters = parameter_count(model)
-    state = state_bytes(STAGES[stage], parameters, world.size, RECIPES[args.precision])
+    sizes = [axis.size for axis in world.axes]
+    state = state_bytes(placement(stage, len(sizes)), parameters, sizes, RECIPES[args.precision])
     tokens = args.micro_batch * (model.context + 1)
     needed = {
         f"--width: the state of {parameters:,} parameters": sum(state.values()),

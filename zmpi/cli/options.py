@@ -104,6 +104,24 @@ def number(domain):
     return convert
 
 
+def stage(text):
+    """An argparse type: a stage, or a tuple of the one inside groups and the one between them."""
+    numbers = [one.strip() for one in text.split(",")]
+    if len(numbers) > 2 or not set(numbers) <= {"0", "1", "2", "3"}:
+        raise argparse.ArgumentTypeError(f"expected 0, 1, 2 or 3, or INSIDE,OUTSIDE; got {text}")
+    return int(text) if len(numbers) == 1 else tuple(map(int, numbers))
+
+
+def group(text):
+    """An argparse type: ranks per group, or "node"."""
+    try:
+        return text if text == "node" else Domain(1, whole=True).parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number of at least 1, or node; got {text}"
+        ) from None
+
+
 class FileName(str):
     """A path. It may differ between ranks, as nodes may have their own."""
 

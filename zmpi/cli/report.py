@@ -1,7 +1,7 @@
 """What a run prints: its opening lines, and its summary of all ranks, next to the formulas."""
 
 from zmpi import __version__
-from zmpi.core.stages import elements_moved, state_bytes
+from zmpi.core.formulas import elements_moved, state_bytes
 from zmpi.messages.ledger import OWNED
 
 
@@ -22,13 +22,28 @@ def opening(zero, args, text):
     batch = f"{args.micro_batch} x {args.accumulate} x {world.size}"
     return (
         f"zmpi {__version__}: {args.model}, {parameters:,} parameters,"
-        f" stage {zero.stage.number} on {ranks},"
+        f" {_sharding(zero)} on {ranks}{_cut(world)},"
         f" {zero.policy.recipe.describe(len(zero.optimizer.moments))}\n"
         f"{_where(world)}, reduction {zero.comm.reduction},"
         f" {world.threads} thread(s) per rank, {world.library}\n"
         f"data {args.data}: {len(text.train):,} tokens for training{repeated}, {held_out};"
         f" a step is {batch} sequences (micro-batch x accumulate x ranks)"
     )
+
+
+def _sharding(zero):
+    """The stage, or one for each axis of the world."""
+    inside, *outside = [f"stage {stage.number}" for stage in zero.stage.stages]
+    return f"{inside} within groups and {outside[0]} between them" if outside else inside
+
+
+def _cut(world):
+    """How the ranks are cut into groups, if they are."""
+    if len(world.axes) == 1:
+        return ""
+    inner, outer = (axis.size for axis in world.axes)
+    across = " (some span nodes)" if world.straddles else ""
+    return f" = {outer} group{'s' * (outer > 1)} of {inner}{across}"
 
 
 def _where(world):
@@ -47,7 +62,7 @@ def summary(zero, log, seconds):
     layouts = [unit.layout for unit in zero.units.values()]
     sizes = {layout.name: layout.elements for layout in layouts}
     padded, moments = sum(layout.padded for layout in layouts), len(zero.optimizer.moments)
-    formula = state_bytes(zero.stage, padded, zero.comm.shards, zero.policy.recipe, moments)
+    formula = state_bytes(zero.stage, padded, zero.comm.sizes, zero.policy.recipe, moments)
     moved = elements_moved(
         zero.stage, zero.schedule, sizes, zero.last.micro_batches, zero.comm.ordered
     )
@@ -69,6 +84,13 @@ def summary(zero, log, seconds):
     lines.append(f"{'elements per step':24}{'formula':>16}{'measured, rank 0':>36}")
     for kind, expected in moved.items():
         lines.append(f"  {kind:22}{expected:>16,}{last['comm'][kind]['elements']:>36,}")
+    for outer in zero.stage.stages[1:]:
+        between = elements_moved(
+            outer, zero.schedule, sizes, zero.last.micro_batches, zero.comm.ordered
+        )
+        for kind, expected in between.items():
+            name, here = f"{kind}, between", last["comm"][kind]["elements_between"]
+            lines.append(f"  {name:22}{expected:>16,}{here:>36,}")
     return "\n".join(lines)
 
 

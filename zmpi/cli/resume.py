@@ -22,6 +22,7 @@ from zmpi.text.data import described
 
 FREE = (
     "stage",
+    "group",
     "steps",
     "micro_batch",
     "accumulate",
@@ -53,7 +54,7 @@ MAY_BE_OWN = ("model", "optimizer", "comm")  # may be FILE:CLASS, the user's own
 
 def describe_run(args, zero, text):
     """The manifest's entry for a command's run: resolved flags, the data and the position in it."""
-    flags = {name: getattr(args, name) for name in SAVED}
+    flags = {name: getattr(args, name) for name in SAVED} | {"stage": zero.stage.number}
     if not class_of(args.model):
         flags["heads"] = getattr(zero.model, "heads", None)
     flags |= {name: value for name, value in asdict(zero.optimizer).items() if name in flags}

@@ -1,6 +1,6 @@
 """Flags shared by several commands, each declared once."""
 
-from zmpi.cli.options import file_name, real, whole
+from zmpi.cli.options import file_name, group, real, whole
 from zmpi.cli.own import own_or
 from zmpi.numbers.optim import SGD, AdamW
 from zmpi.numbers.precision import RECIPES
@@ -68,6 +68,11 @@ SHARED_FLAGS = {
         "default": "auto",
         "help": "how device memory reaches MPI",
     },
+    "--group": {
+        "type": group,
+        "metavar": "G|node",
+        "help": "ranks per group, or node: those that share memory (default: no groups)",
+    },
     "--timeout": {
         "type": real(0, above=True),
         "default": 300,
@@ -76,7 +81,7 @@ SHARED_FLAGS = {
 }
 
 STEP_FLAGS = ("--reduction", "--comm", "--prefetch", "--recompute")  # how a step runs
-WORLD_FLAGS = ("--device", "--transport", "--timeout")  # the arguments of a World
+WORLD_FLAGS = ("--device", "--transport", "--timeout")  # arguments of a World
 
 
 def add_shared(group, *flags, what=None, **defaults):

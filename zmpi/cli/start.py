@@ -10,7 +10,7 @@ from zmpi.process.errors import UsageError, one_line
 from zmpi.process.launch import end_before_mpi
 from zmpi.process.streams import check_printed, forgiving_output
 
-WORLD = ("device", "transport", "reduction", "timeout")  # the flags passed to World
+WORLD = ("device", "transport", "reduction", "timeout", "group")  # the flags passed to World
 
 LOADING = "mpi4py cannot load an MPI library"
 REMEDY = "load your site's MPI, or install one into this environment (pip install mpich)"

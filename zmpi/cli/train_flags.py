@@ -2,7 +2,7 @@
 
 from zmpi.cli.model_flags import add_model_flags
 from zmpi.cli.optimizer_flags import add_optimizer_flags
-from zmpi.cli.options import auto_or, check_files, file_name, whole
+from zmpi.cli.options import auto_or, check_files, file_name, stage, whole
 from zmpi.cli.shared_flags import OPTIMIZERS, STEP_FLAGS, WORLD_FLAGS, add_shared
 from zmpi.numbers.precision import LOSS_SCALE, Policy
 from zmpi.text.data import EVALUATED
@@ -34,7 +34,14 @@ def _training_flags(group):
 
 def _state_flags(group):
     add = group.add_argument
-    add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage: what is sharded")
+    add(
+        "--stage",
+        type=stage,
+        metavar="0|1|2|3|INSIDE,OUTSIDE",
+        default=3,
+        help="ZeRO stage: what is sharded; with --group, one inside the groups and one between",
+    )
+    add_shared(group, "--group")
     add_shared(group, "--precision")
     add(
         "--loss-scale",

@@ -7,17 +7,18 @@ decide which of these do anything.
 """
 
 from contextlib import contextmanager
-from functools import wraps
 from math import inf, isfinite, sqrt
 
 import numpy as np
 
 from models.layer import Recomputed, key_for, refused, turn, unit_of, units
+from zmpi.core.formulas import cut_in_words
 from zmpi.core.layout import Layout
+from zmpi.core.mesh import Mesh
 from zmpi.core.owned import Shared
 from zmpi.core.schedule import evaluation_schedule, training_schedule
-from zmpi.core.stages import STAGES
-from zmpi.core.step import Opening, Step, Stopped
+from zmpi.core.stages import placement
+from zmpi.core.step import Opening, Step, Stopped, drop_on_error
 from zmpi.core.unit import Unit
 from zmpi.messages.comm import Communicator
 from zmpi.messages.ledger import Ledger
@@ -29,24 +30,7 @@ from zmpi.process.agree import same_on_all_ranks
 from zmpi.process.errors import Agreed, UsageError
 from zmpi.saving import checkpoint
 
-STAGE = Domain(highest=len(STAGES) - 1, whole=True, words="0, 1, 2 or 3")
 SEED = Domain(-inf, whole=True)
-
-
-def drop_on_error(walk):
-    """Decorate a walk through the layers: an exception drops everything not owned."""
-
-    @wraps(walk)
-    def guarded(self, *arguments):
-        try:
-            return walk(self, *arguments)
-        except BaseException:
-            for unit in self.units.values():
-                unit.drop()
-            self.comm.drop()
-            raise
-
-    return guarded
 
 
 class ZeRO:
@@ -71,8 +55,8 @@ class ZeRO:
 
     def __init__(self, model, world, stage=3, optimizer=None, seed=0, policy=None):
         with world.agreed():
-            stage, seed = STAGE.of("--stage", stage), SEED.of("--seed", seed)
-            self.stage, self.policy = STAGES[stage], policy or Policy()
+            self.stage, seed = placement(stage, len(world.axes)), SEED.of("--seed", seed)
+            self.policy = policy or Policy()
             reduction = world.reduction_for(self.policy.recipe)
         self.model, self.world, self.optimizer, self.seed = model, world, optimizer or AdamW(), seed
         self.step = 0  # training steps taken
@@ -81,17 +65,23 @@ class ZeRO:
         self.last = None  # the last Step
         self.ledger = self.make_ledger()
         self.ledger.peak_bytes = world.device.peak_bytes
-        self.comm = self.make_communicator(world, self.ledger, reduction)
+        self.comm = Mesh(self, reduction)
 
         specs = {name: spec for name, spec in units(model).items() if spec.shapes}
         names = [unit_of(layer) if layer.shapes() else None for layer in model.layers]
         self.layers = self._layers(model.layers)
         self.schedule = self.make_schedule(model.layers, names)
+        self.schedule.heading = cut_in_words(self.stage, self.comm.sizes)
         self.evaluation = evaluation_schedule(model.layers, names)
-        asked = {"stage": stage, "seed": seed, "policy": self.policy, "optimizer": self.optimizer}
+        asked = {
+            "stage": self.stage.number,
+            "seed": seed,
+            "policy": self.policy,
+            "optimizer": self.optimizer,
+        }
         asked |= {"reduction": reduction, "device": world.device.name, "transport": world.transport}
         same_on_all_ranks(world, {**asked, "model": specs})
-        world.settle()
+        self.comm.settle()
         with world.agreed():  # that there is memory
             self.units = self._make_units(specs)
             self._initialise()
@@ -190,12 +180,12 @@ class ZeRO:
 
     def _open(self, micro_batches, training=True):
         """Agree on the step; returns all ranks' counted targets, or raises Agreed."""
-        stop, started = training * self.world.guard.stop_requested, self.world.lane.started
+        stop, started = training * self.world.guard.stop_requested, self.comm.started
         too_large = int(sum(unit.too_large for unit in self.units.values()))
         fault = refused(self.model, micro_batches)  # on the host: a GPU wraps a wrong index
         mine = Opening.of(micro_batches, too_large, stop, started, fault is not None)
         everyone = Opening.columns(self.comm.gather_scalars(mine))
-        self.world.settle(everyone.started)
+        self.comm.settle(everyone.started)
         if everyone.stop.any():
             raise Stopped(int(everyone.stop.max()))
         if lost := int(sum(everyone.too_large)):
@@ -213,6 +203,7 @@ class ZeRO:
         squares = sum(unit.squares() for unit in self.units.values())  # unit after unit
         everyone = self.comm.gather_scalars([*losses, *squares])
         all_losses, all_squares = np.split(everyone, [len(losses)], axis=1)
+        all_squares = all_squares[np.argsort(self.comm.owners)]  # in the order of the pieces
         loss = add_up(all_losses.T.ravel()) / counted  # in order of j: by micro-batch, then rank
         norm, scale = sqrt(add_up(all_squares.ravel())) / self.scaler.scale, self.scaler.scale
         self.step += 1
@@ -229,7 +220,7 @@ class ZeRO:
 
     def load(self, folder):
         """Continue from a folder's newest checkpoint. Collective; an error changes nothing."""
-        self.world.settle()
+        self.comm.settle()
         return checkpoint.load(self, folder)
 
     # -- construction ------------------------------------------------------------------------------
@@ -274,7 +265,7 @@ class ZeRO:
         The arrays are the engine's memory, valid inside the `with` block: copy what you keep.
         """
         parameters = {}
-        self.world.settle()
+        self.comm.settle()
         with self.ledger.as_other():
             for unit in self.units.values():
                 unit.gather()

@@ -1,7 +1,12 @@
 """A unit's gradient on one rank: the partial one of its data, and its part of the sum over ranks.
 
+Each micro-batch's comes down (mesh.py) to where gradients are stored, with `ordered` all the way;
+after the last the sum comes down the rest of the way, and climbs to what the optimizer updates.
+
 gradients, reduction  regime       the partial gradient is  micro-batches are added up in
-sharded, either       ReducedEach  a vector of its own      the owned shard; 16 bits: a float32 sum
+sharded, mpi          ReducedEach  a vector of its own      what is stored
+sharded, ordered      ReducedEach  a vector of its own      the owned shard; 16 bits, or a group's
+                                                            slice is stored: a float32 sum
 whole, ordered        ReducedEach  the owned vector;        a float32 sum (a single micro-batch:
                                    16 bits: one of its own  the owned shard)
 whole, mpi            ReducedOnce  the owned vector         the owned vector
@@ -10,19 +15,19 @@ whole, mpi            ReducedOnce  the owned vector         the owned vector
 from zmpi.numbers.sums import round_to
 
 
-def make_gradient(layout, shared):
+def make_gradient(cut, shared):
     """The Gradient of a unit. The only place that chooses its regime."""
-    each = shared.stage.gradients or shared.comm.ordered
-    return (ReducedEach if each else ReducedOnce)(layout, shared)
+    rest = shared.comm.top if shared.comm.ordered else shared.rung("gradients")
+    return (ReducedEach if rest else ReducedOnce)(cut, shared, rest)
 
 
 class Gradient:
     """What both regimes share. A step: begin_step(), then views() and reduce() per micro-batch."""
 
-    def __init__(self, layout, shared):
-        self.layout, self.shared = layout, shared
-        sharded, dtype = shared.stage.gradients, shared.recipe.gradient
-        self.owned = shared.own("gradients", layout, sharded, dtype)
+    def __init__(self, cut, shared, rest):
+        self.cut, self.layout, self.shared = cut, cut.layout, shared
+        self.rest = rest  # the rung to which each micro-batch comes down
+        self.owned = shared.own("gradients", cut, shared.recipe.gradient)
         self.partial = self.sum = None  # exist only while in use
         self._handed = {}  # the views handed out, emptied when the partial gradient is dropped
         self._first = True  # whether this is the step's first micro-batch
@@ -44,9 +49,17 @@ class Gradient:
         self._left -= 1
         self._reduce()
         self._first = False
-        if not self._left and self.owned.updated is not self.owned.shard:
-            comm, owned = self.shared.comm, self.owned
-            comm.all_gather(self.layout, owned.shard, owned.stored).wait()
+        if not self._left:
+            self._complete()
+
+    def _complete(self):
+        """Come down the rest of the way, then climb to what the optimizer updates."""
+        comm, cut, owned = self.shared.comm, self.cut, self.owned
+        if self.rest < comm.top:
+            comm.come_down(cut, owned.stored, owned.rung, comm.top, owned.shard, True)
+        if owned.updated is not owned.shard:
+            rung = self.shared.rung("optimizer")
+            comm.climb(cut, owned.shard, comm.top, owned.updated, rung).wait()
 
     def drop(self):
         """Drop everything not owned."""
@@ -64,9 +77,6 @@ class ReducedOnce(Gradient):
 
     def _reduce(self):
         self.drop()
-        if not self._left:
-            stored, shard = self.owned.stored, self.owned.shard
-            self.shared.comm.reduce_scatter(self.layout, stored, shard, True)
 
 
 class ReducedEach(Gradient):
@@ -74,7 +84,7 @@ class ReducedEach(Gradient):
 
     def _make_partial(self):
         recipe, owned = self.shared.recipe, self.owned
-        own = owned.sharded or recipe.gradient != recipe.partial
+        own = owned.rung or recipe.gradient != recipe.partial
         length = self.layout.padded
         partial = self.shared.new("partial", length, recipe.partial) if own else owned.stored
         partial.fill(0)
@@ -86,10 +96,10 @@ class ReducedEach(Gradient):
         self._handed.clear()
         if self._first:
             self.sum = self._place_for_sum()
-        self.shared.comm.reduce_scatter(self.layout, sent, self.sum, self._first)
+        self.shared.comm.come_down(self.cut, sent, 0, self.rest, self.sum, self._first)
         if not self._left:
-            if self.sum is not self.owned.shard:
-                round_to(self.owned.shard, self.sum)
+            if self.sum is not self._resting:
+                round_to(self._resting, self.sum)
             self.sum = None
 
     def _rounded(self, partial):
@@ -97,14 +107,19 @@ class ReducedEach(Gradient):
         dtype = self.shared.recipe.gradient
         if partial.dtype == dtype:
             return partial
-        own, owned = self.owned.sharded, self.owned.stored
-        rounded = self.shared.new("partial", len(partial), dtype) if own else owned
+        owned = self.owned
+        rounded = self.shared.new("partial", len(partial), dtype) if owned.rung else owned.stored
         round_to(rounded, partial)
         return rounded
 
+    @property
+    def _resting(self):
+        """Where the sum over micro-batches rests, in what is owned."""
+        return self.owned.stored if self.rest == self.owned.rung else self.owned.shard
+
     def _place_for_sum(self):
-        """The owned shard, if it is wide enough and unused between micro-batches; else a buffer."""
-        shard, master = self.owned.shard, self.shared.recipe.master
-        if not self._left or (self.owned.sharded and shard.dtype == master):
-            return shard
-        return self.shared.new("sum", len(shard), master)
+        """That, if it is wide enough and unused between micro-batches; else a buffer."""
+        place, master = self._resting, self.shared.recipe.master
+        if not self._left or (self.rest == self.owned.rung and place.dtype == master):
+            return place
+        return self.shared.new("sum", len(place), master)

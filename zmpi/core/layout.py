@@ -56,6 +56,11 @@ class Layout:
         return self.padded // self.shards
 
     @property
+    def blank(self):
+        """Padding elements of the whole vector."""
+        return self.padded - self.elements
+
+    @property
     def pieces(self):
         """Pieces of the norm in each shard."""
         return lcm(self.shards, PIECES) // self.shards
@@ -85,3 +90,26 @@ class Layout:
             if start < stop:
                 found.append((name, start - part.start, stop - part.start))
         return found
+
+
+class Stretch:
+    """A slice of a layout's vector, cut along one axis of the world: to a Communicator, a Layout.
+
+    `elements` are the whole unit's, so that every axis counts as the paper does.
+    """
+
+    def __init__(self, layout, part, shards):
+        self.name, self.elements, self.shards = layout.name, layout.elements, shards
+        self.padded = part.stop - part.start
+        self.shard_length = self.padded // shards
+        starts = range(part.start, part.stop, self.shard_length)
+        self._padding = [layout.padding(slice(at, at + self.shard_length)) for at in starts]
+        self.blank = sum(self._padding)
+
+    def shard(self, owner):
+        """The slice of the stretch that `owner` keeps."""
+        return slice(owner * self.shard_length, (owner + 1) * self.shard_length)
+
+    def padding(self, part):
+        """Padding elements in a shard of the stretch."""
+        return self._padding[part.start // self.shard_length]

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zmpi.core.stages import Stage
-from zmpi.messages.comm import Communicator
+from zmpi.core.mesh import Mesh
+from zmpi.core.stages import Placement
 from zmpi.messages.device import Device
 from zmpi.messages.ledger import Ledger
 from zmpi.numbers.precision import Recipe
@@ -18,33 +18,37 @@ class Owned:
     Compare them with `is`, never by length: one rank's are all equal, yet it makes the same calls.
     """
 
-    stored: np.ndarray  # the whole vector, or this rank's shard of it
+    rung: int  # of `stored`: 0 the whole vector, the mesh's top this rank's shard
+    stored: np.ndarray
     shard: np.ndarray  # this rank's shard: `stored` itself, or a view into it
-    updated: np.ndarray  # what the optimizer updates here: the shard, or at stage 0 all of `stored`
-
-    @property
-    def sharded(self):
-        """Whether this rank stores only its shard."""
-        return self.stored is self.shard
+    updated: np.ndarray  # what the optimizer updates here: from all of `stored` to the shard
 
 
 @dataclass(frozen=True)
 class Shared:
     """What an engine's units have in common."""
 
-    stage: Stage
+    placement: Placement
     recipe: Recipe
-    comm: Communicator
+    comm: Mesh
     ledger: Ledger
     device: Device
     moments: tuple  # names of the optimizer's moments
 
-    def own(self, kind, layout, sharded, dtype):
+    def own(self, kind, cut, dtype):
         """The Owned of one kind of state, initially zero."""
-        stored = self.new(kind, layout.shard_length if sharded else layout.padded, dtype)
+        rung, updated, top = self.rung(kind), self.rung("optimizer"), self.comm.top
+        stored = self.new(kind, cut.length(rung), dtype)
         stored.fill(0)
-        shard = stored if sharded else stored[layout.shard(self.comm.shard)]
-        return Owned(stored, shard, shard if self.stage.optimizer else stored)
+        at = {rung: stored}
+        for other in (top, updated):
+            if other not in at:
+                at[other] = stored[cut.within(other, rung)]
+        return Owned(rung, stored, at[top], at[updated])
+
+    def rung(self, kind):
+        """How many axes shard the kind."""
+        return self.placement.rung(kind)
 
     def new(self, kind, length, dtype):
         """A new flat vector, booked in the ledger while it lives."""

@@ -9,6 +9,8 @@ not depend on the stage: if parameters are not sharded, gather and free do nothi
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from zmpi.process.table import in_columns
+
 
 @dataclass(frozen=True)
 class Visit:
@@ -45,6 +47,8 @@ class Visit:
 class Schedule(tuple):
     """A tuple of visits that prints as a table. Each knows what the next one gathers."""
 
+    heading = ()  # lines above the table
+
     def __new__(cls, visits):
         visits = list(visits)
         after = [visit.unit if visit.gather else None for visit in visits[1:]]
@@ -72,11 +76,7 @@ class Schedule(tuple):
         rows += [
             (str(i), str(v.layer), v.unit or "-", ", ".join(v.verbs())) for i, v in enumerate(self)
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        return "\n".join(
-            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
-            for row in rows
-        )
+        return "\n".join([*self.heading, in_columns(rows, left=4)])
 
 
 def training_schedule(layers, units):

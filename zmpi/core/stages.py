@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from zmpi.numbers.domains import Domain
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -19,41 +21,41 @@ STAGES = (
     Stage(2, optimizer=True, gradients=True, parameters=False),  # P_os+g
     Stage(3, optimizer=True, gradients=True, parameters=True),  # P_os+g+p
 )
+STAGE = Domain(highest=len(STAGES) - 1, whole=True, words="0, 1, 2 or 3")
 
 
-def state_bytes(stage, elements, ranks, recipe, moments=2):
-    """Bytes of owned state per rank: {"parameters", "gradients", "optimizer"}.
+@dataclass(frozen=True)
+class Placement:
+    """One Stage for each axis of the world, inner first; on a flat world one alone."""
 
-    Paper, sections 3.1 and 5.1-5.3. `elements` is Ψ, or the sum of padded unit sizes for an exact
-    integer; `recipe` declares each kind's bytes; `moments`: the optimizer's vectors (2 for Adam).
+    stages: tuple
+
+    @property
+    def number(self):
+        """The stage's number on a flat world, else as in "3,1"."""
+        numbers = [stage.number for stage in self.stages]
+        return numbers[0] if len(numbers) == 1 else ",".join(map(str, numbers))
+
+    optimizer = property(lambda self: self.stages[0].optimizer)
+    gradients = property(lambda self: self.stages[0].gradients)
+    parameters = property(lambda self: self.stages[0].parameters)
+
+    def rung(self, kind):
+        """How many axes shard the kind: 0 whole, 1 in the group's slices, 2 in each rank's."""
+        return sum(getattr(stage, kind) for stage in self.stages)
+
+
+def placement(asked, axes=1):
+    """The Placement of one stage 0-3 for all axes, or of one for each, inner first, as in (3, 1).
+
+    Raises ValueError for anything else, and where an axis shards what the one inside does not.
     """
-
-    def owned(sharded, bytes_per_parameter):
-        total = elements * bytes_per_parameter
-        if not sharded:
-            return total
-        return total // ranks if total % ranks == 0 else total / ranks
-
-    return {
-        "parameters": owned(stage.parameters, recipe.parameter.itemsize),
-        "gradients": owned(stage.gradients, recipe.gradient.itemsize),
-        "optimizer": owned(stage.optimizer, recipe.optimizer_bytes(moments)),
-    }
-
-
-def elements_moved(stage, schedule, unit_sizes, micro_batches, reduce_each):
-    """Elements moved by a rank's collectives per step: {"all_gather", "reduce_scatter"}.
-
-    Paper, section 7. Of N ranks, each sends (N-1)/N of this. `unit_sizes`: {unit: unpadded size};
-    `reduce_each`: stages with whole gradients reduce after every micro-batch too (`ordered`). If
-    every unit is gathered twice, this is 2Ψ, 2Ψ, (M+1)Ψ, 3MΨ for stages 0-3; with `reduce_each`,
-    (M+1)Ψ for all but stage 3.
-    """
-    total = sum(unit_sizes.values())
-    walked = sum(size * schedule.gathers[name] for name, size in unit_sizes.items())
-    reduced = sum(size * schedule.reduces[name] for name, size in unit_sizes.items())
-    return {
-        # of parameters: for each use, or once after the update; at stage 0, of the summed gradient
-        "all_gather": walked * micro_batches if stage.parameters else total,
-        "reduce_scatter": reduced * micro_batches if stage.gradients or reduce_each else reduced,
-    }
+    numbers = asked if isinstance(asked, (list, tuple)) else [asked]
+    numbers = [STAGE.of("--stage", number) for number in numbers]
+    said = ",".join(map(str, numbers))
+    if len(numbers) > axes:
+        needs = "a --group of 2 ranks or more" if axes == 1 else "one stage inside and one outside"
+        raise ValueError(f"--stage: {said} needs {needs}")
+    if numbers != sorted(numbers, reverse=True):
+        raise ValueError(f"--stage: expected a stage outside at most that inside, got {said}")
+    return Placement(tuple(STAGES[number] for number in (numbers * axes)[:axes]))

@@ -1,7 +1,8 @@
-"""What the ranks exchange as a step opens, and the step's result."""
+"""What the ranks exchange as a step opens, the step's result, and a step that fails."""
 
 import signal
 from dataclasses import dataclass
+from functools import wraps
 from typing import NamedTuple
 
 import numpy as np
@@ -66,3 +67,19 @@ class Opening(NamedTuple):
         if not counted:
             raise UsageError("targets: expected one of at least 0, got none on any rank")
         return counted
+
+
+def drop_on_error(walk):
+    """Decorate a walk through the layers: an exception drops everything not owned."""
+
+    @wraps(walk)
+    def guarded(self, *arguments):
+        try:
+            return walk(self, *arguments)
+        except BaseException:
+            for unit in self.units.values():
+                unit.drop()
+            self.comm.drop()
+            raise
+
+    return guarded

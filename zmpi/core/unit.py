@@ -23,10 +23,11 @@ class Unit:
 
     def __init__(self, layout, shared):
         self.layout, self.shared = layout, shared
-        self.part = layout.shard(shared.comm.shard)  # the slice of the vector that this rank owns
-        stage, recipe = shared.stage, shared.recipe
-        self.parameters = shared.own("parameters", layout, stage.parameters, recipe.parameter)
-        self.gradient = make_gradient(layout, shared)
+        self.cut = shared.comm.cut(layout)
+        self.part = self.cut.slices[-1]  # the slice of the vector that this rank owns
+        recipe = shared.recipe
+        self.parameters = shared.own("parameters", self.cut, recipe.parameter)
+        self.gradient = make_gradient(self.cut, shared)
         self.moments = {name: self._own_state() for name in shared.moments}
         self.master = self.parameters if recipe.own_master else self._own_state()
         self.owned = self._slice()
@@ -38,16 +39,16 @@ class Unit:
 
     def gather(self):
         """Start gathering the full vector, unless it is stored whole or the gather has started."""
-        if self.parameters.sharded and self.full is None:
-            shared = self.shared
+        shared, owned = self.shared, self.parameters
+        if owned.rung and self.full is None:
             self.full = shared.new("full", self.layout.padded, shared.recipe.parameter)
-            self._gather = shared.comm.all_gather(self.layout, self.parameters.stored, self.full)
+            self._gather = shared.comm.climb(self.cut, owned.stored, owned.rung, self.full)
 
     def weights(self):
         """{local name: view} of the full vector, after waiting for it. free() empties it."""
         self._arrive()
         if not self._handed:
-            full = self.full if self.parameters.sharded else self.parameters.stored
+            full = self.full if self.parameters.rung else self.parameters.stored
             self._handed = self.layout.views(self._in_compute_type(full))
         return self._handed
 
@@ -111,9 +112,9 @@ class Unit:
     def _complete(self):
         """After new owned parameters: count overflows, gather a vector that is kept whole."""
         self.too_large = self._infinite()
-        parameters = self.parameters
-        if parameters.stored is not parameters.updated:
-            self.shared.comm.all_gather(self.layout, parameters.shard, parameters.stored).wait()
+        owned, comm, updated = self.parameters, self.shared.comm, self.shared.rung("optimizer")
+        if owned.stored is not owned.updated:
+            comm.climb(self.cut, owned.updated, updated, owned.stored, owned.rung).wait()
 
     # -- what is owned -----------------------------------------------------------------------------
 
@@ -124,18 +125,18 @@ class Unit:
     def restore(self):
         """Rebuild everything from the shards, after loading them on every rank."""
         self.drop()
+        comm = self.shared.comm
         for owned in self._state().values():
             if owned.updated is not owned.shard:
-                self.shared.comm.all_gather(self.layout, owned.shard, owned.stored).wait()
+                comm.climb(self.cut, owned.shard, comm.top, owned.stored, owned.rung).wait()
         self.owned.round()
         self._complete()
 
     def fill(self, full):
         """Set this rank's weights from a full vector on the host, in the master type."""
         full = self.shared.device.put(full)
-        mine = full[self.part]
         for owned in {id(owned): owned for owned in (self.master, self.parameters)}.values():
-            round_to(owned.stored, mine if owned.sharded else full)
+            round_to(owned.stored, full[self.cut.slices[owned.rung]])
         self.too_large = self._infinite()
 
     def vectors(self):
@@ -152,15 +153,15 @@ class Unit:
 
     def _own_state(self):
         shared = self.shared
-        return shared.own("optimizer", self.layout, shared.stage.optimizer, shared.recipe.master)
+        return shared.own("optimizer", self.cut, shared.recipe.master)
 
     def _state(self):
         return {"master": self.master, **self.moments}
 
     def _slice(self):
         """The Slice that this rank updates: views of its vectors."""
-        layout, stage = self.layout, self.shared.stage
-        spans = layout.spans(self.part if stage.optimizer else slice(0, layout.padded))
+        layout = self.layout
+        spans = layout.spans(self.cut.slices[self.shared.rung("optimizer")])
         decayed = [(start, stop, len(layout.shapes[name]) >= 2) for name, start, stop in spans]
         moments = {name: owned.updated for name, owned in self.moments.items()}
         stored = None if self.master is self.parameters else self.parameters.updated

@@ -7,6 +7,7 @@ equals that of a real run, to the byte.
 
 from collections.abc import Hashable
 from contextlib import nullcontext
+from copy import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -25,12 +26,20 @@ from zmpi.numbers.sums import REDUCE_BLOCK, add_in_order
 class CountedWorld(World):
     """One rank of an imaginary world of `size`. `reduction` as in World, for a CPU."""
 
-    def __init__(self, size, rank=0, reduction="auto"):
+    def __init__(self, size, rank=0, reduction="auto", group=None):
         self.mpi, self.guard = None, SimpleNamespace(stop_requested=0)
         self.lane = SimpleNamespace(mpi=None, started=0)
         self.size, self.rank, self.reduction = size, rank, reduction
         self.meter = Meter()
         self.device = Device("cpu", self.meter.xp)
+        self._axes = None
+        if group not in (None, 1, size):
+            self._axes = self._axis(group, rank % group), self._axis(size // group, rank // group)
+
+    def _axis(self, size, rank):
+        axis = copy(self)
+        axis.size, axis.rank, axis._axes = size, rank, None
+        return axis
 
     def agreed(self):
         return nullcontext()

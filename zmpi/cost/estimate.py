@@ -20,11 +20,18 @@ class Setting:
     accumulate: int = 1
     reduction: str = "auto"
     memo: Memo = field(default_factory=Memo)
+    group: int | None = None  # ranks per group
     optimizer: Optimizer = field(default_factory=lambda: AdamW(clip=1.0))
+
+    @property
+    def sizes(self):
+        """The sizes of the world's axes, inner first."""
+        group = self.group or 1
+        return (self.ranks,) if group == 1 else (group, self.ranks // group)
 
     def walk(self, stage, layers=None, micro_batch=None, rank=0):
         """The Walk of a dry run of one step."""
-        world = CountedWorld(self.ranks, rank, self.reduction)
+        world = CountedWorld(self.ranks, rank, self.reduction, self.group)
         model = self.build(layers)
         run = DryRun(model, world, stage, self.optimizer, self.policy, self.memo)
         run.count_step(micro_batch or self.micro_batch, self.accumulate)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from zmpi.core.engine import ZeRO
-from zmpi.core.stages import elements_moved, state_bytes
+from zmpi.core.formulas import bytes_sent, elements_moved, state_bytes
+from zmpi.core.stages import placement
 from zmpi.cost.estimate import Setting
 from zmpi.cost.probes import PeakResident, ProbedZeRO, TracedZeRO
 from zmpi.cost.trace import Trace, aligned, by_verb, gathers_under_way
@@ -58,6 +59,7 @@ class Workload:
             self.accumulate,
             reduction,
             optimizer=self.optimizer,
+            group=world.axes[0].size if len(world.axes) > 1 else None,
         )
 
     def walk(self, world, stage, policy=None):
@@ -86,7 +88,9 @@ def measure_stages(workload, world, stages, lanes=False):
     rows = []
     for stage, (walk, unplanned) in walks.items():
         error = errors[stage] or timings[stage].error
-        row = {"stage": stage} | ({"unplanned": unplanned} if unplanned else {})
+        row = {"stage": placement(stage, len(world.axes)).number} | (
+            {"unplanned": unplanned} if unplanned else {}
+        )
         try:
             rows.append(
                 row
@@ -97,7 +101,7 @@ def measure_stages(workload, world, stages, lanes=False):
                 )
             )
         except Agreed as failure:
-            rows.append({"stage": stage, "error": str(failure)})
+            rows.append({"stage": placement(stage, len(world.axes)).number, "error": str(failure)})
     close = too_close([row for row in rows if "error" not in row])
     return {"one_after_the_other": apart, "too_close": everyone(world, close)[0]}, rows
 
@@ -179,7 +183,7 @@ def _booked(workload, world, stage):
     kinds = {kind: everyone(world, memory[kind]) for kind in (*OWNED, "full_peak", "work")}
     padded = sum(unit.layout.padded for unit in zero.units.values())
     recipe, moments = workload.policy.recipe, len(workload.optimizer.moments)
-    owned = state_bytes(zero.stage, padded, zero.comm.shards, recipe, moments)
+    owned = state_bytes(zero.stage, padded, zero.comm.sizes, recipe, moments)
     return {
         "bytes_sent": sum(kind["bytes_sent"] for kind in comm.values()),
         "resident_peak": everyone(world, resident.read()),
@@ -193,23 +197,21 @@ def _booked(workload, world, stage):
 
 def _volumes(zero, booked):
     """{collective: elements and bytes per step, by formula (paper, section 7) and as booked}."""
-    ranks, itemsize = zero.comm.shards, zero.policy.recipe.gradient.itemsize
+    itemsize = zero.policy.recipe.gradient.itemsize
     sizes = {name: unit.layout.elements for name, unit in zero.units.items()}
     padded = {name: unit.layout.padded for name, unit in zero.units.items()}
     form = [zero.last.micro_batches, zero.comm.ordered]
     elements = elements_moved(zero.stage, zero.schedule, sizes, *form)
-    flat = elements_moved(zero.stage, zero.schedule, padded, *form)
-    found = {}
-    for kind in MOVED:
-        found[kind] = {
+    along = [elements_moved(stage, zero.schedule, padded, *form) for stage in zero.stage.stages]
+    sent = bytes_sent(along, zero.comm.sizes, itemsize)
+    return {
+        kind: {
             "calls": booked[kind]["calls"],
             "elements": {"formula": elements[kind], "measured": booked[kind]["elements"]},
-            "bytes_sent": {
-                "formula": flat[kind] * (ranks - 1) // ranks * itemsize,
-                "measured": booked[kind]["bytes_sent"],
-            },
+            "bytes_sent": {"formula": sent[kind], "measured": booked[kind]["bytes_sent"]},
         }
-    return found
+        for kind in MOVED
+    }
 
 
 def _by_unit(moved):
@@ -262,14 +264,16 @@ def _probed(workload, world, stage):
     """Seconds per step, by rank, of waiting for the slowest rank, and of messages in flight."""
     zero = workload.engine(ProbedZeRO, world, stage)
     workload.step(zero)
-    zero.comm.skew_s.clear()
-    zero.comm.in_flight_s.clear()
+    for axis in zero.comm.axes:
+        axis.skew_s.clear()
+        axis.in_flight_s.clear()
     for _ in range(PROBED_STEPS):
         workload.step(zero)
     skew, flight = Counter(), Counter()
-    for total, by_unit in ((skew, zero.comm.skew_s), (flight, zero.comm.in_flight_s)):
-        for (kind, _), seconds in by_unit.items():
-            total[kind] += seconds / PROBED_STEPS
+    for axis in zero.comm.axes:
+        for total, by_unit in ((skew, axis.skew_s), (flight, axis.in_flight_s)):
+            for (kind, _), seconds in by_unit.items():
+                total[kind] += seconds / PROBED_STEPS
     return {
         "skew_s": {kind: everyone(world, skew[kind]) for kind in MOVED},
         "in_flight_s": {kind: everyone(world, flight[kind]) for kind in MOVED},

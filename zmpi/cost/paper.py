@@ -1,6 +1,7 @@
 """The paper's figures (arXiv 1910.02054, Tables 1 and 2), quoted next to zmpi's formula."""
 
-from zmpi.core.stages import STAGES, state_bytes
+from zmpi.core.formulas import state_bytes
+from zmpi.core.stages import STAGES
 from zmpi.numbers.precision import RECIPES
 from zmpi.process.table import in_columns
 

@@ -41,7 +41,8 @@ MEMORY_CAPTION = """All array memory of rank 0 over one step: gathering and free
 sawtooth."""
 LANES_CAPTION = """One step on every rank. A gather is drawn where it starts; the wait is where its
 result is needed. White: Python between verbs, or another process on the core."""
-STAGE_COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73")
+STAGE_COLOURS = {0: "#000000", 1: "#0072B2", 2: "#E69F00", 3: "#009E73"}
+PAIR_COLOURS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 
 
 def draw_pictures(report):
@@ -73,6 +74,13 @@ def draw_pictures(report):
         ),
         ("lanes", LANES_CAPTION, _lanes(rows)),
     ]
+
+
+def colour_of(stage):
+    """A stage's colour; one for each sum of a pair."""
+    if stage in STAGE_COLOURS:
+        return STAGE_COLOURS[stage]
+    return PAIR_COLOURS[sum(map(int, stage.split(",")))]
 
 
 def _axes(rows=1, columns=1, width=8.0, height=4.2, **options):
@@ -168,7 +176,7 @@ def _throughput(rows):
     for i, row in enumerate(rows):
         low, high = (row["tokens_per_s"] * row["step_s"] / s for s in row["step_s_quartiles"][::-1])
         error = [[row["tokens_per_s"] - low], [high - row["tokens_per_s"]]]
-        colour = STAGE_COLOURS[row["stage"]]
+        colour = colour_of(row["stage"])
         axes.bar(i, row["tokens_per_s"], 0.6, color=colour, yerr=error, ecolor="#777777", capsize=4)
         axes.text(
             i,
@@ -188,8 +196,8 @@ def _blocked(rows):
     figure, axes = _axes(height=3.4)
     for i, row in enumerate(rows):
         shares = [100 * share for share in row["blocked_share"]]
-        axes.bar(i, sum(shares) / len(shares), 0.6, color=STAGE_COLOURS[row["stage"]], alpha=0.35)
-        axes.plot([i] * len(shares), shares, "o", color=STAGE_COLOURS[row["stage"]], markersize=5)
+        axes.bar(i, sum(shares) / len(shares), 0.6, color=colour_of(row["stage"]), alpha=0.35)
+        axes.plot([i] * len(shares), shares, "o", color=colour_of(row["stage"]), markersize=5)
     axes.set_xticks(range(len(rows)), [f"stage {row['stage']}" for row in rows])
     axes.set_ylabel("blocked (% of a step)")
     axes.set_ylim(bottom=0)
@@ -258,7 +266,7 @@ def sweep_picture(axis, reports):
                 for x, r in zip(at, reports, strict=True)
                 if "error" not in r["stages"][i]
             ]
-            one.plot(*zip(*points, strict=True), marker="o", color=STAGE_COLOURS[stage])
+            one.plot(*zip(*points, strict=True), marker="o", color=colour_of(stage))
         one.set_xlabel(
             {"ranks": "ranks", "batch": "sequences per micro-batch", "width": "width (channels)"}[
                 axis
@@ -268,5 +276,5 @@ def sweep_picture(axis, reports):
         one.set_ylabel(label)
         one.margins(y=0.1)
         one.set_ylim(bottom=0)
-    _legend(figure, {f"stage {stage}": STAGE_COLOURS[stage] for stage in stages})
+    _legend(figure, {f"stage {stage}": colour_of(stage) for stage in stages})
     return figure

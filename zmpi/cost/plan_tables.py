@@ -1,11 +1,26 @@
 """A plan's tables: memory at the peak, what fits, a step's time, and what it moves."""
 
-from zmpi.core.stages import STAGES, elements_moved
+from zmpi.core.formulas import elements_moved
 from zmpi.cost.estimate import HIGHEST
 from zmpi.process.errors import UsageError
 from zmpi.process.table import in_bytes, in_columns, seconds, short, unit_for
 
 SHARDED = ("nothing", "optimizer states", "+ gradients", "+ parameters")
+KNOWN = {  # pairs of stages, inside and between groups, that have a name
+    "0,0": "DDP",
+    "1,1": "ZeRO-1",
+    "2,0": "near FSDP1's hybrid ZeRO-2",
+    "2,2": "ZeRO-2",
+    "3,0": "HSDP, MiCS",
+    "3,1": "HFSDP",
+    "3,2": "hpZ as DeepSpeed runs it",
+    "3,3": "ZeRO-3",
+}
+
+
+def name_of(placed):
+    """What a stage shards; or, of a pair of stages, what it is known as."""
+    return SHARDED[placed.number] if len(placed.stages) == 1 else KNOWN.get(placed.number, "")
 
 
 def memory_table(walks):
@@ -25,12 +40,12 @@ def memory_table(walks):
             "peak",
         )
     ]
-    for walk, sharded in zip(walks, SHARDED, strict=True):
+    for walk in walks:
         figures = [walk.at_peak[kind] for kind in (*lines[0][2:9], "total")]
         lines.append(
             (
                 f"  {walk.stage.number}",
-                sharded,
+                name_of(walk.stage),
                 *(short(figure / divisor) for figure in figures),
                 f"in {walk.place}",
             )
@@ -39,7 +54,7 @@ def memory_table(walks):
     return f"{unit} at the peak of a step; the columns add up to it\n{in_columns(lines, 2)}"
 
 
-def fits_table(limits, nbytes):
+def fits_table(limits, nbytes, placed):
     """What fits into `nbytes` per rank; UsageError if not even one layer fits at any stage."""
     if not any(limit["largest_layers"] for limit in limits):
         raise UsageError(
@@ -49,7 +64,7 @@ def fits_table(limits, nbytes):
     lines = [
         ("stage", "parameters (state alone)", "layers (whole step)", "micro-batch (whole step)")
     ]
-    for stage, limit in zip(STAGES, limits, strict=True):
+    for stage, limit in zip(placed, limits, strict=True):
         counts = [limit["largest_layers"], limit["largest_micro_batch"]]
         said = [
             "none" if not n else f"{n:,}" + (" or more" if n == HIGHEST else "") for n in counts
@@ -65,7 +80,7 @@ def times_table(walks, turning, speed):
     for walk, (ranks, found) in zip(walks, turning, strict=True):
         compute, comm = speed.compute_s(walk), speed.comm_s(walk)
         times = [*speed.terms(walk).values(), max(compute, comm), compute + comm]
-        pays = f"{ranks:,}" if found else f"{ranks:,} or more"
+        pays = "-" if ranks is None else f"{ranks:,}" if found else f"{ranks:,} or more"
         lines.append((f"  {walk.stage.number}", *map(seconds, times), pays))
     return f"time of a step of one rank\n{in_columns(lines)}\n{_sources(speed)}"
 
@@ -96,21 +111,37 @@ def _each(value, what):
 
 
 def moved_table(walks, accumulate):
-    """The walk's collectives, next to the formula (paper, section 7)."""
+    """The walk's collectives, next to the formula (paper, section 7), along each axis."""
     lines = [
         ("stage", "collective", "calls", "elements", "formula", "bytes sent", "of which padding")
     ]
     for walk in walks:
-        formula = elements_moved(
-            walk.stage, walk.schedule, walk.unit_sizes, accumulate, walk.reduce_each
-        )
-        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-            moved = walk.comm[kind]
-            amounts = [
-                f"{moved[name]:,}" for name in ("calls", "elements", "bytes_sent", "padding_bytes")
-            ]
-            expected = f"{formula[kind]:,}" if kind in formula else "-"
-            name = "scalars" if kind == "all_reduce" else kind
-            lines.append((f"  {walk.stage.number}", name, *amounts[:2], expected, *amounts[2:]))
+        for outer, stage in enumerate(walk.stage.stages):
+            form = walk.schedule, walk.unit_sizes, accumulate, walk.reduce_each
+            formula = elements_moved(stage, *form)
+            for kind in ("all_gather", "reduce_scatter", *(() if outer else ("all_reduce",))):
+                lines.append((f"  {walk.stage.number}", *_moved(walk, kind, formula, outer)))
     flops = f"{walks[0].flops:,} FLOPs of matrix products"
     return f"moved by rank 0 in a step of {flops}\n{in_columns(lines, 2)}"
+
+
+def _moved(walk, kind, formula, outer):
+    """A row of moved_table: along the inner axis what the outer does not send."""
+    moved = walk.comm[kind]
+    name = "scalars" if kind == "all_reduce" else kind
+    expected = f"{formula[kind]:,}" if kind in formula else "-"
+    sent, padding = moved["bytes_between"], moved["padding_between"]
+    if outer:
+        return (
+            f"{name}, between",
+            "",
+            f"{moved['elements_between']:,}",
+            expected,
+            *_said(sent, padding),
+        )
+    rest = _said(moved["bytes_sent"] - sent, moved["padding_bytes"] - padding)
+    return name, f"{moved['calls']:,}", f"{moved['elements']:,}", expected, *rest
+
+
+def _said(*amounts):
+    return [f"{amount:,}" for amount in amounts]

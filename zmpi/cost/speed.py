@@ -26,6 +26,7 @@ class Speed:
 
     flops: float  # FLOPs of products per second
     bandwidth: float = inf  # bytes sent per second, without `links`
+    between: float = 0.0  # the same between groups, if it differs
     update_s: float = 0.0  # seconds per element updated
     ends_s: float = 0.0  # seconds per element moved
     visit_s: float = 0.0  # seconds per visit
@@ -61,7 +62,8 @@ class Speed:
             return 0.0
         points = (self.links or {}).get(_collective(walk, kind))
         if not points:
-            return entry.bytes_sent / self.bandwidth
+            outer = entry.bytes_between / (self.between or self.bandwidth)
+            return (entry.bytes_sent - entry.bytes_between) / self.bandwidth + outer
         return entry.calls * along(points, entry.bytes_sent / entry.calls)
 
 

@@ -48,7 +48,7 @@ class WatchedUnit(Unit):
     """A unit that reports its verbs, except those with nothing to do at this stage."""
 
     def gather(self):
-        if self.parameters.sharded and self.full is None:
+        if self.parameters.rung and self.full is None:
             with self._doing("gather"):
                 super().gather()
 

@@ -203,9 +203,7 @@ class Communicator:
         """Book the bytes sent to each other owner: our slice in a gather, theirs in a reduction."""
         others, own = self.shards - 1, layout.padding(layout.shard(self.shard))
         sent = others * layout.shard_length * itemsize
-        padding = (
-            own * others if kind == "all_gather" else layout.padded - layout.elements - own
-        ) * itemsize
+        padding = (own * others if kind == "all_gather" else layout.blank - own) * itemsize
         self.ledger.book(
             kind,
             layout.name,

@@ -21,6 +21,9 @@ class Moved:
     bytes_sent: int = 0  # (ranks - 1) x shard length x bytes per element, padding included
     padding_bytes: int = 0  # the padding in bytes_sent
     blocked_s: float = 0.0  # seconds the caller waited inside MPI
+    elements_between: int = 0  # as `elements`, along the outer axis; 0 on a flat world
+    bytes_between: int = 0  # of bytes_sent, those along the outer axis
+    padding_between: int = 0  # of padding_bytes
 
 
 class _Life(weakref.ref):
@@ -115,3 +118,16 @@ class Ledger:
             "work": self.work_peak,
             "peak": self.peak_bytes(),
         }
+
+
+class Between:
+    """The ledger for the outer axis: what it books is counted as between groups."""
+
+    def __init__(self, ledger):
+        self._ledger = ledger
+        self.track = ledger.track
+
+    def book(self, kind, unit, elements=0, bytes_sent=0, padding_bytes=0, **amounts):
+        amounts |= {"bytes_sent": bytes_sent, "padding_bytes": padding_bytes}
+        between = {"bytes_between": bytes_sent, "padding_between": padding_bytes}
+        self._ledger.book(kind, unit, elements_between=elements, **amounts, **between)

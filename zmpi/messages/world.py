@@ -28,6 +28,7 @@ class _Mpi:
 
 MPI = _Mpi()
 TIMEOUT = Domain(above=True)  # seconds
+GROUP = Domain(1, whole=True)  # ranks
 
 
 class World:
@@ -39,14 +40,17 @@ class World:
 
     transport, transport_why = "host", ""  # how vectors reach MPI (see transport.py), and why
 
-    def __init__(self, device="auto", transport="auto", reduction="auto", timeout=300):
+    def __init__(
+        self, device="auto", transport="auto", reduction="auto", timeout=300, group=None, node=None
+    ):
         self.mpi = MPI.COMM_WORLD
         self.rank, self.size = self.mpi.rank, self.mpi.size
+        self.launched = range(self.size)  # the launcher's number of each rank
         multiple = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.guard = arm(self.mpi, self.mpi.Abort, MPI.Is_finalized, multiple)
         self.guard.program = _program()
         self.guard.meet(timeout if TIMEOUT.fits(timeout) else 300)
-        local_rank = self._rank_on_this_node()
+        local_rank, lowest = self._place_on_this_node()
         with self.agreed():
             TIMEOUT.of("--timeout", timeout)
             if line := mismatched_launcher(os.environ, self.size, self.library):
@@ -58,6 +62,37 @@ class World:
         self.transport, self.transport_why = self.transport_for(self.device.name, transport)
         self.reduction = reduction
         self.threads = set_threads(os.environ)
+        self._cut(group, self.share((group, node or lowest)))
+
+    def _cut(self, group, everyone):
+        """Number the ranks by node, and cut them into groups. `everyone`: (group, node) of each."""
+        self._axes = None
+        asked, nodes = zip(*everyone, strict=True)
+        with self.agreed():
+            if len(set(asked)) > 1:
+                raise ValueError(f"--group: expected the same on all ranks, got {asked}")
+        if group in (None, 1):
+            return
+        first = {name: nodes.index(name) for name in nodes}
+        self.launched = sorted(range(self.size), key=lambda rank: (first[nodes[rank]], rank))
+        with self.agreed():
+            self.group = _group(group, nodes)
+        with self.guard.waiting("agreement"):
+            self.mpi = self.mpi.Split(0, self.launched.index(self.rank))
+            self.rank = self.mpi.rank
+            place, number = self.rank % self.group, self.rank // self.group
+            inner, outer = self.mpi.Split(number, place), self.mpi.Split(place, number)
+        groups = [nodes[rank] for rank in self.launched]
+        starts = range(0, self.size, self.group)
+        self.straddles = any(len({*groups[at : at + self.group]}) > 1 for at in starts)
+        self._axes = self.part(inner), self.part(outer)
+        for axis, where in zip(self._axes, ("within the group", "between the groups"), strict=True):
+            axis.guard = NamedWaits(self.guard, where)
+
+    @property
+    def axes(self):
+        """The Worlds along which state may be sharded, inner first; without groups, this one."""
+        return self._axes or (self,)
 
     def twin(self, reduction=None, alone=False):
         """This world with another reduction, or (`alone`) with this process as its only rank."""
@@ -69,7 +104,8 @@ class World:
         """This world on a communicator of some of its ranks, including this one."""
         part = copy(self)
         part.mpi, part.rank, part.size = mpi, mpi.rank, mpi.size
-        part.lane = Lane(mpi, self.lane.under_way)
+        part.lane, part._axes = Lane(mpi, self.lane.under_way), None
+        part.launched = range(part.size)
         return part
 
     def settle(self, started=None):
@@ -98,12 +134,13 @@ class World:
         with self.agreed():
             return choose_transport(asked, answers)
 
-    def _rank_on_this_node(self):
+    def _place_on_this_node(self):
+        """(this rank's number on its node, the lowest rank there)."""
         with self.guard.waiting("agreement"):
             node = self.mpi.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
-            rank = node.rank
+            place = node.rank, node.bcast(self.rank)
             node.Free()
-        return rank
+        return place
 
     @property
     def library(self):
@@ -140,6 +177,36 @@ class World:
     def agreed(self):
         """Turn an error in the `with` block on any rank into one on all (agree.py). Collective."""
         return agreed(self)
+
+
+class NamedWaits:
+    """The guard, for the collectives of one axis: each wait says which."""
+
+    def __init__(self, guard, where):
+        self._guard, self._where = guard, where
+
+    def waiting(self, name):
+        return self._guard.waiting(f"{name} {self._where}")
+
+    def __getattr__(self, name):
+        return getattr(self._guard, name)
+
+
+def _group(asked, nodes):
+    """The number of ranks in a group; ValueError if the ranks cannot be cut so."""
+    size = len(nodes)
+    if asked == "node":
+        counts = {nodes.count(name) for name in nodes}
+        if len(counts) > 1:
+            few, many = min(counts), max(counts)
+            raise ValueError(
+                f"--group: node needs as many ranks on each; they have {few} to {many}"
+            )
+        return counts.pop()
+    GROUP.of("--group", asked)
+    if size % asked:
+        raise ValueError(f"--group: expected a number that divides the {size} ranks, got {asked}")
+    return asked
 
 
 def _program():

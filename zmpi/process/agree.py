@@ -21,7 +21,7 @@ def agreed(world):
     except MemoryError as error:
         problem = f"memory: {error}"
     problems = world.share(problem)
-    found = [(rank, text) for rank, text in enumerate(problems) if text is not None]
+    found = [(world.launched[rank], text) for rank, text in enumerate(problems) if text is not None]
     if found:
         rank, text = found[0]
         raise UsageError(text if len(found) == world.size else f"{text} (on rank {rank})")

@@ -213,7 +213,10 @@ class Guard:
             alone = "the other ranks cannot be asked (no MPI_THREAD_MULTIPLE)"
             return f"{opening}rank {self.rank} is waiting in it; {alone}\n"
         answers = self._messages.ask_all(ANSWER)
-        absent = [rank for rank in sorted(answers) if answers[rank][0] < count]
+        # Ranks that wait for the missing one in other groups' collectives are behind as well.
+        least = min((reached for reached, _ in answers.values()), default=count)
+        behind = least if least < count else -1
+        absent = [rank for rank in sorted(answers) if answers[rank][0] == behind]
         silent = [rank for rank in range(self.size) if rank not in answers]
         verdict = [f"{_ranks(absent)} never arrived"] if absent else []
         verdict += [f"no answer from {_ranks(silent)}"] if silent else []

@@ -27,7 +27,7 @@ def exact_slope(zero, data):
     losses = []
     for move in (MOVE, -2 * MOVE):
         for unit, along in zip(units, directions, strict=True):
-            mine = along[unit.part] if unit.parameters.sharded else along
+            mine = along[unit.cut.slices[unit.parameters.rung]]
             unit.parameters.stored[...] += move * mine
         losses.append(zero.evaluate(data))
     return slope, (losses[0] - losses[1]) / (2 * MOVE)

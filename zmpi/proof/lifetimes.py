@@ -38,7 +38,10 @@ def nothing_is_kept(trial):
         make_ledger = Counting
 
     watched = trial.but(
-        engine=Counted, models={"large model": trial.large}, model="large model", stage=3
+        engine=Counted,
+        models={"large model": trial.large},
+        model="large model",
+        stage=trial.stages[-1],
     )
     for prefetch in (0, 1):
         one = watched.but(prefetch=prefetch)
@@ -97,5 +100,5 @@ def _row(trial, figures):
     left = max(sum(figure[1].values()) for figure in seen)
     unnamed = max(figure[2] for figure in seen)
     words = f"{most} at most, {left} after, {unnamed / 1024:.0f} KiB more"
-    text = f"full vectors alive at stage 3, prefetch {trial.prefetch}"
+    text = f"full vectors alive at stage {trial.word}, prefetch {trial.prefetch}"
     return Row("P3", text, words, not wrong, wrong)

@@ -20,7 +20,7 @@ SCALE_BLOCK = 64  # elements, where a communicator declares nothing
 
 def messages_arrive(trial):
     """Gathers and reductions of known numbers; and the effect on the loss if they are rounded."""
-    gathered, reduced, where = [], [], trial.but(stage=3)
+    gathered, reduced, where = [], [], trial.but(stage=trial.stages[-1])
     for reduction in trial.reductions:
         zero = where.reduced(reduction).make()
         name = f"reduction {zero.comm.reduction}, {trial.model}, {trial.precision}"
@@ -46,7 +46,7 @@ def _gathered(zero, unit, name, tolerance):
     full.fill(np.nan)
     if zero.world.rank == zero.world.size - 1:
         sleep(LATE)
-    comm.all_gather(layout, device.put(shards[comm.shard]), full).wait()
+    comm.climb(unit.cut, device.put(shards[comm.shard]), comm.top, full).wait()
     expected = np.concatenate(shards).astype(np.float64)
     arrived = np.array(device.get(full), np.float64)
     where = f"all_gather of {layout.name}, {name}"
@@ -60,7 +60,8 @@ def _reduced(zero, unit, name, bound):
     device = zero.world.device
     out = device.xp.empty(layout.shard_length, recipe.master)
     for fresh in (True, False):
-        comm.reduce_scatter(layout, device.put(ranks[comm.rank]), out, fresh)
+        sent = device.put(ranks[comm.rank].copy())  # coming down uses it up
+        comm.come_down(unit.cut, sent, 0, comm.top, out, fresh)
     part = layout.shard(comm.shard)
     expected = 2 * sum(rank[part].astype(np.float64) for rank in ranks)
     arrived = np.array(device.get(out), np.float64)

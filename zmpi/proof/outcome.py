@@ -166,6 +166,6 @@ def _taken(zero):
     gradients, weights, get = {}, {}, zero.world.device.get
     for unit in zero.units.values():
         gradients |= parts(unit.layout, unit.part, get(unit.summed))
-        kept = unit.part if unit.parameters.sharded else slice(0, unit.layout.padded)
+        kept = unit.cut.slices[unit.parameters.rung]
         weights |= parts(unit.layout, kept, get(unit.parameters.stored))
     return Taken(zero.last.loss, gradients, zero.last.grad_norm, weights)

@@ -16,9 +16,13 @@ from zmpi.proof.outcome import Outcome, Part, Taken
 from zmpi.proof.trial import TRIAL_SEED, TRIAL_STEPS
 
 
-def plain_run(trial):
-    """The Outcome of a one-rank trial without an engine, with units padded as at size 1."""
+def plain_run(trial, block=1):
+    """The Outcome of a one-rank trial without an engine, with units padded as at size 1.
+
+    Micro-batches are added up in blocks, as groups of that many ranks do.
+    """
     plain = Plain.of(trial)
+    plain.block = block
     steps = [plain.step(trial.data(step)) for step in range(TRIAL_STEPS)]
     final = {
         name: part.values.reshape(part.shape) for name, part in plain.named(plain.stored()).items()
@@ -28,6 +32,8 @@ def plain_run(trial):
 
 class Plain:
     """A model in training on one process, in whole vectors, {unit: vector}."""
+
+    block = 1  # micro-batches that are added up first
 
     @classmethod
     def of(cls, trial):
@@ -62,11 +68,15 @@ class Plain:
         """({unit: scaled gradient of the mean loss}, the mean loss) at these weights."""
         counted = sum(int((targets >= 0).sum()) for _, targets in micro_batches)
         sums, losses = {unit: np.zeros_like(v) for unit, v in self.masters.items()}, []
-        for batch in micro_batches:
-            partial = zeros_like(weights)
-            divisor = counted / self.scaler.scale
-            losses.append(forward_backward(self.model, weights, partial, batch, divisor))
-            for unit, vector in self.vectors(partial, self.recipe.partial).items():
+        for start in range(0, len(micro_batches), self.block):
+            of_block = {unit: np.zeros_like(v) for unit, v in self.masters.items()}
+            for batch in micro_batches[start : start + self.block]:
+                partial = zeros_like(weights)
+                divisor = counted / self.scaler.scale
+                losses.append(forward_backward(self.model, weights, partial, batch, divisor))
+                for unit, vector in self.vectors(partial, self.recipe.partial).items():
+                    of_block[unit] += _rounded(vector, self.recipe.gradient)
+            for unit, vector in of_block.items():
                 sums[unit] += _rounded(vector, self.recipe.gradient)
         return sums, add_up(losses) / counted
 

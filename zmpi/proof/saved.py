@@ -40,7 +40,7 @@ def _round_trip(trial, folder):
         loaded = one.make()
         loaded.load(folder)
         size = loaded.world.size
-        name = f"saved at {trial}, loaded at stage {one.stage} on {size} rank{'s' * (size > 1)}"
+        name = f"saved at {trial}, loaded at stage {one.word} on {size} rank{'s' * (size > 1)}"
         yield from _differences(loaded, saved, name)
     both_steps = [zero.train_step(trial.data(TAKEN)) for zero in (loaded, saved)]
     if both_steps[0] != both_steps[1] and not trial.tolerance:
@@ -84,7 +84,7 @@ def _vectors(zero):
     for unit in zero.units.values():
         kinds = {**unit.moments, "master": unit.master, "parameters": unit.parameters}
         for kind, owned in kinds.items():
-            kept = unit.part if owned.sharded else slice(0, unit.layout.padded)
+            kept = unit.cut.slices[owned.rung]
             named = parts(unit.layout, kept, zero.world.device.get(owned.stored))
             found |= {(kind, name): part for name, part in named.items()}
     return found

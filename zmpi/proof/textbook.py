@@ -40,3 +40,11 @@ def sgd(of, t, w, g, moments):
 def norm_of(squares):
     """The global norm of a gradient, from the sums of squares of its parts."""
     return sqrt(sum(squares))
+
+
+def norm_in_order(squares):
+    """The same of one number after the other, from left to right."""
+    total = 0.0
+    for square in squares.tolist():
+        total += square
+    return sqrt(total)

@@ -1,7 +1,7 @@
 """P1, same training: runs that must agree with each other, and with the loop without ZeRO."""
 
 from zmpi.core.layout import PIECES
-from zmpi.core.stages import STAGES
+from zmpi.core.stages import placement
 from zmpi.numbers.optim import SGD
 from zmpi.proof.gradients import exact_slope, gradient_at_gathered_weights
 from zmpi.proof.outcome import run
@@ -15,27 +15,51 @@ def stages_agree(trial):
         found = []
         for model in trial.models:
             of_model = trial.reduced(reduction).but(model=model)
-            runs = [run(of_model.but(stage=stage.number)) for stage in STAGES]
+            runs = [run(of_model.but(stage=stage)) for stage in trial.stages]
             found += [_compared(trial, one, runs[0], "at stage 0") for one in runs[1:]]
-        yield judged(trial, "P1 a", f"stages 1, 2, 3 with stage 0, reduction {reduction}", found)
+        text = f"{_others(trial)}, reduction {reduction}"
+        yield judged(trial, "P1 a", text, found)
+
+
+def rungs_agree(trial):
+    """(a') Summed by MPI, the bits depend on where gradients are kept, for any accumulation."""
+    if "mpi" not in trial.reductions:
+        return
+    found, first = [], {}
+    split = trial.reduced("mpi").but(accumulate=3)
+    for stage in trial.stages:
+        one = run(split.but(stage=stage))
+        rung = placement(stage, len(trial.world.axes)).rung("gradients")
+        found.append(
+            _compared(trial, one, first.setdefault(rung, one), "where they are kept alike")
+        )
+    text = "stages that keep gradients alike, mpi, 3 micro-batches"
+    yield judged(trial, "P1 a'", text, found)
+
+
+def _others(trial):
+    return "stages 1, 2, 3 with stage 0" if trial.group == 1 else "placements with 0,0"
 
 
 def order_is_kept(trial):
     """(b) Ordered, three micro-batches: every stage gives one rank's bits, and the plain loop's."""
     split = trial.reduced("ordered").but(accumulate=3)
-    runs = [run(split.but(stage=stage.number)) for stage in STAGES]
-    references = {"one rank": run(split.alone().but(stage=0))}
+    runs = [run(split.but(stage=stage)) for stage in trial.stages]
+    references = {} if trial.group > 1 else {"one rank": run(split.alone().but(stage=0))}
     if trial.world.device.name == "cpu":  # the plain loop computes with NumPy
-        references["the plain loop"] = plain_run(split.alone())
+        blocks = f", in blocks of {trial.group}" if trial.group > 1 else ""
+        references[f"the plain loop{blocks}"] = plain_run(split.alone(), trial.group)
     same = PIECES % trial.world.size == 0
     for name, reference in references.items():
         bound = 0.0 if same else CLOSE
         found = [_compared(trial, one, reference, f"by {name}", bound) for one in runs]
         if same:
-            text = f"stages 0-3, ordered, 3 micro-batches, with {name}"
+            text = f"{trial.all_stages}, ordered, 3 micro-batches, with {name}"
             yield judged(trial, "P1 b", text, found)
         else:  # the norm is summed in other pieces: the clipped gradient differs in its last bit
-            yield judged(trial, "P1", f"stages 0-3 with {name} ({PIECES} % ranks is not 0)", found)
+            yield judged(
+                trial, "P1", f"{trial.all_stages} with {name} ({PIECES} % ranks is not 0)", found
+            )
 
 
 def narrow_types_follow(trial):
@@ -46,9 +70,9 @@ def narrow_types_follow(trial):
     for precision in sorted({"float16", "bfloat16"} - {trial.precision}):
         split = trial.reduced("ordered").but(precision=precision, accumulate=2)
         split = split.but(model=[*trial.models][-1])
-        reference = plain_run(split.alone())
-        for stage in (STAGES[0], STAGES[-1]):
-            one = run(split.but(stage=stage.number))
+        reference = plain_run(split.alone(), trial.group)
+        for stage in (trial.stages[0], trial.stages[-1]):
+            one = run(split.but(stage=stage))
             found.append(_compared(trial, one, reference, "by the plain loop"))
     yield judged(trial, "P1 b", "stages 0 and 3 in 16 bits with the plain loop", found)
 
@@ -68,8 +92,8 @@ def evaluation_agrees(trial):
     """An evaluation gives the loss of a training step on the same data, before its update."""
     found = []
     for model in trial.models:
-        for stage in STAGES:
-            one = trial.but(model=model, stage=stage.number, accumulate=2)
+        for stage in trial.stages:
+            one = trial.but(model=model, stage=stage, accumulate=2)
             zero = one.make()
             evaluated = zero.evaluate(one.data(0))
             trained = zero.train_step(one.data(0))
@@ -87,8 +111,8 @@ def gradient_is_right(trial):
     """
     found = []
     trial = trial.but(precision="float64", accumulate=2, optimizer=SGD(lr=0.0))
-    for stage in STAGES:
-        one = trial.but(stage=stage.number)
+    for stage in trial.stages:
+        one = trial.but(stage=stage)
         zero = one.make()
         zero.train_step(one.data(0))
         if trial.tolerance:

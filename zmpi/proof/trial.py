@@ -38,7 +38,7 @@ class Trial:
     engine: type = ZeRO
     precision: str = "float32"
     model: str = "GPT"  # a key of `models`
-    stage: int = 3
+    stage: object = 3  # or (inside, outside), on a world of groups
     accumulate: int = 1
     prefetch: int = 0
     recompute: bool = False
@@ -60,6 +60,29 @@ class Trial:
         return replace(
             self, world=self.world.twin(alone=True), accumulate=self.accumulate * self.world.size
         )
+
+    @property
+    def stages(self):
+        """All that can be asked of this world: each stage, or each pair (inside, outside)."""
+        if len(self.world.axes) == 1:
+            return (0, 1, 2, 3)
+        return tuple((inside, outside) for inside in range(4) for outside in range(inside + 1))
+
+    @property
+    def all_stages(self):
+        """These, in words."""
+        return "stages 0-3" if len(self.stages) == 4 else "all ten placements"
+
+    @property
+    def group(self):
+        """The ranks of a group; 1 on a flat world."""
+        return self.world.axes[0].size if len(self.world.axes) > 1 else 1
+
+    @property
+    def word(self):
+        """The stage, as the rows name it."""
+        stage = self.stage
+        return ",".join(map(str, stage)) if isinstance(stage, tuple) else str(stage)
 
     @property
     def reductions(self):
@@ -107,7 +130,7 @@ class Trial:
     def __str__(self):
         """This run's name in the rows."""
         words = [
-            f"stage {self.stage}",
+            f"stage {self.word}",
             f"reduction {self.world.reduction}",
             self.model,
             self.precision,

@@ -1,5 +1,7 @@
 """P1, the update: learning rates, clipping, norm and optimizers, against a float64 textbook."""
 
+from functools import partial
+
 import numpy as np
 
 from zmpi.numbers.optim import SGD, AdamW, Optimizer
@@ -49,6 +51,31 @@ def updates_are_right(trial):
     yield judged(
         trial, "P1", "a float16 step that overflows changes nothing", _skipped(trial), "equal"
     )
+    yield judged(trial, "P1", "the norm's pieces in their owners' order", [_ordered(trial)])
+
+
+def _ordered(trial):
+    """The Finding of a norm of pieces that come to another number in any other order of owners.
+
+    The pieces before the large one count, half a unit in its last place each; those after it are
+    rounded away.
+    """
+    zero = trial.but(precision="float32").make()
+    small, large = 2.0**-53, min(1, zero.comm.shards - 1)
+    first = next(iter(zero.units.values()))
+    own = np.full(first.layout.pieces, small)
+    if zero.comm.shard == large:
+        own = np.where(np.arange(len(own)) == 0, 1.0, 0.0)
+    for unit in zero.units.values():
+        unit.squares = partial(np.multiply, own, float(unit is first))
+    pieces = [np.full(len(own), small) for _ in range(zero.comm.shards)]
+    pieces[large] = np.where(np.arange(len(own)) == 0, 1.0, 0.0)
+    expected = textbook.norm_in_order(np.concatenate(pieces))
+    zero.train_step(trial.data(0))
+    here = zero.last.grad_norm
+    if here == expected:
+        return Finding(0.0)
+    return Finding(abs(here / expected - 1), f"{trial}: norm {both(here, expected, 'in order')}")
 
 
 def _numbers(optimizers):

@@ -11,6 +11,7 @@ Ranks exchange only files' names and block sums: none holds more than its own st
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
 
@@ -77,7 +78,8 @@ class Keeper:
             temporary = self.world.share(temporary)[0]
             with self.world.agreed():
                 record = _write_shards(zero, temporary / f"rank-{zero.comm.shard:04d}.bin")
-            files = self.world.share(record.entry())
+            files = self.world.share((zero.comm.shard, record.entry()))
+            files = [entry for _, entry in sorted(files, key=itemgetter(0))]  # in the shards' order
             with self.world.agreed():
                 final = self._commit(zero, temporary, files, run) if self._folder else None
             self._warn()
