@@ -82,5 +82,5 @@ def test_nothing_moves_for_them(world):
 def test_a_model_of_nothing_else_is_refused(world):
     model = Among()
     model.layers = [Tokens("tokens"), Double("end")]
-    with pytest.raises(UsageError, match=r"^model: expected at least one parameter, no layer"):
+    with pytest.raises(UsageError, match=r"^model: expected at least one parameter, got none"):
         ZeRO(model, world, 3, adamw())

@@ -4,7 +4,8 @@ formulas.
 
 from types import SimpleNamespace
 
-from zmpi.core.stages import STAGES, elements_moved, state_bytes
+from zmpi.core.formulas import elements_moved, state_bytes
+from zmpi.core.stages import STAGES
 from zmpi.cost.paper import largest_model
 from zmpi.cost.speed import Speed
 from zmpi.course.case import Case, Fault, Idea, Task
