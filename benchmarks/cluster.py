@@ -39,9 +39,15 @@ QUEUE = "50ms"  # what a link buffers before it drops
 # Between nodes TCP, whatever else the MPI library finds on one machine; within a node its shared
 # memory: MPICH's own, which does not go through UCX, and Open MPI's sm.
 TCP = {
-    "mpich": {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0", "FI_PROVIDER": "tcp"},
+    "mpich": {
+        "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",  # ranks outnumber cores: waiting ones give up theirs
+        "UCX_TLS": "tcp,self",
+        "UCX_NET_DEVICES": "eth0",
+        "FI_PROVIDER": "tcp",
+    },
     "openmpi": {
         "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_btl": "tcp,sm,self",
         "OMPI_MCA_btl_tcp_if_include": "eth0",
         "PRTE_MCA_prte_tmpdir_base": "/dev/shm",  # the node's own: /tmp is shared
@@ -181,8 +187,10 @@ def launch(options, keepers):
     pids = "\n".join(f"{name}) pid={keeper.pid};;" for name, keeper in keepers.items())
     script = (
         '#!/bin/sh\nwhile case "$1" in -*) true;; *) false;; esac; do shift; done\n'
-        f'case "$1" in\n{pids}\nesac\nshift\n'
-        'exec nsenter -t $pid -n -u -i -m sh -c "$*"\n'
+        f'host=$1; case "$1" in\n{pids}\nesac\nshift\n'
+        'nsenter -t $pid -n -u -i -m sh -c "$*"; status=$?\n'
+        # As ssh: an end on the other side of a dead link stays unknown.
+        "until ip link show $host | grep -q LOWER_UP; do sleep 0.2; done\nexit $status\n"
     )
     for root in ("", *(f"/proc/{keeper.pid}/root" for keeper in keepers.values())):
         there = Path(f"{root}{enter}")  # Open MPI's daemons look for it in their node
@@ -202,7 +210,30 @@ def launch(options, keepers):
         time.sleep(0.05)
         if asked and time.monotonic() - asked[0] > GRACE:
             running.kill()
-    return running.returncode % 256
+    return _all_ended(keepers.values()) or running.returncode % 256
+
+
+def _all_ended(keepers):
+    """0 if all processes of the nodes end with the launcher; else 1, and one line that says who."""
+    known = {os.getpid(), *(keeper.pid for keeper in keepers)}
+    until = time.monotonic() + GRACE
+    while left := [pid for pid in _processes() if pid not in known]:
+        if time.monotonic() > until:
+            print(f"cluster.py: ended by force: processes {left}", file=sys.stderr, flush=True)
+            return 1
+        time.sleep(0.05)
+    return 0
+
+
+def _processes():
+    """The living processes of the box. Those that lost their parent are this one's to bury."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state[0] != "Z":
+                yield int(entry.name)
+            elif state[1] == str(os.getpid()):
+                os.waitpid(int(entry.name), os.WNOHANG)
 
 
 def mpirun(enter, options):

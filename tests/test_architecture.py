@@ -26,7 +26,7 @@ FLOORS = (
     {"core": "stages formulas layout schedule mesh owned gradient unit step engine"},
     {
         "cost": """counted watch probes trace turns dryrun memory_limit estimate speed measure
-                   paper bench_table plan_tables by_formula pictures page""",
+                   links paper bench_table plan_tables by_formula pictures page""",
         "proof": """rows trial outcome plain textbook walks messages sequences gradients training
                     updates accounts lifetimes saved conduct""",
     },

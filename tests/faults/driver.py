@@ -5,16 +5,23 @@ outside. The fault strikes once, in the third step where the place is inside one
 rank prints `fault TIME`.
 """
 
+import contextlib
+import ctypes
+import itertools
 import os
+import random
 import signal
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 
 import zmpi.messages.comm
 import zmpi.messages.world
+import zmpi.saving.checkpoint
 from models import MLP
 from zmpi import AdamW, World, ZeRO
 
@@ -34,7 +41,29 @@ def strike():
         sys.exit(3)
     if FAULT == "sleep":
         time.sleep(3600)
-    os.kill(os.getpid(), getattr(signal, FAULT))
+    if FAULT == "lock":
+        ctypes.PyDLL(None).sleep(3600)  # as a C extension that keeps the interpreter's lock
+    if FAULT in ("link", "power"):
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+    if FAULT in ("node", "power"):
+        end_this_node()
+    if FAULT.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, FAULT))
+
+
+def end_this_node():
+    """Kill all processes of this node's network namespace but the first, which keeps it; at last this one."""
+    network = os.readlink("/proc/self/ns/net")
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            mine = os.readlink(entry / "ns/net") == network
+            if (
+                mine
+                and (entry / "comm").read_text() != "sleep\n"
+                and entry.name != str(os.getpid())
+            ):
+                os.kill(int(entry.name), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Places:
@@ -49,6 +78,7 @@ class Places:
             zmpi.messages.comm, "add_in_order", "reduce"
         )  # the slices are here, their sum is not made yet
         self.wrap(AdamW, "update", "update")
+        self.wrap(zmpi.saving.checkpoint, "_write_shards", "save")
         if FAULT in ("together", "caught"):
             self.raise_on_all_ranks()
 
@@ -104,7 +134,11 @@ def main():
             time.sleep(3)
     places.here("set-up")
     zero = ZeRO(MLP(layers=2, width=7, context=4, vocab=11), world, stage=3, optimizer=AdamW())
-    for step in range(1, STEPS + 1):
+    seeded = PLACE.startswith("seed-")  # at some time of the training, which goes on until then
+    if seeded and world.rank == RANK:
+        when = random.Random(PLACE).uniform(0, 1.5)
+        threading.Timer(when, strike).start()
+    for step in itertools.count(1) if seeded else range(1, STEPS + 1):
         places.step = step
         try:
             zero.train_step([batch(world.rank, step, places)])
@@ -113,6 +147,8 @@ def main():
                 return None  # and the process exits
             raise
         places.here("between")
+        if PLACE == "save":
+            zero.save(os.environ["FAULTS_FOLDER"])
 
 
 def healthy(world):

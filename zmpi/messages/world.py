@@ -142,6 +142,16 @@ class World:
             node.Free()
         return place
 
+    def nodes(self):
+        """The node of every rank, numbered in the order of their lowest ranks. Collective."""
+        with self.guard.waiting("agreement"):
+            node = self.mpi.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+            lowest = node.bcast(self.rank)
+            node.Free()
+        lowest_ranks = self.share(lowest)
+        order = sorted(set(lowest_ranks))
+        return [order.index(rank) for rank in lowest_ranks]
+
     @property
     def library(self):
         """The MPI library and its version, on one line."""
