@@ -215,9 +215,9 @@ def launch(options, keepers):
 
 def _all_ended(keepers):
     """0 if all processes of the nodes end with the launcher; else 1, and one line that says who."""
-    known = {os.getpid(), *(keeper.pid for keeper in keepers)}
+    kept = {keeper.pid for keeper in keepers}
     until = time.monotonic() + GRACE
-    while left := [pid for pid in _processes() if pid not in known]:
+    while left := [pid for pid in _processes_of_nodes() if pid not in kept]:
         if time.monotonic() > until:
             print(f"cluster.py: ended by force: processes {left}", file=sys.stderr, flush=True)
             return 1
@@ -225,15 +225,12 @@ def _all_ended(keepers):
     return 0
 
 
-def _processes():
-    """The living processes of the box. Those that lost their parent are this one's to bury."""
+def _processes_of_nodes():
+    """The living processes in the nodes' networks, not in that of this one."""
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            if state[0] != "Z":
+        with contextlib.suppress(OSError):  # a zombie has no namespaces
+            if os.readlink(entry / "ns/net") != os.readlink("/proc/self/ns/net"):
                 yield int(entry.name)
-            elif state[1] == str(os.getpid()):
-                os.waitpid(int(entry.name), os.WNOHANG)
 
 
 def mpirun(enter, options):
