@@ -85,7 +85,8 @@ def main():
 
 def check(options):
     """Raise NotPossible for a flag or a tool that will not do."""
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    beside = str(Path(sys.executable).parent)
+    os.environ["PATH"] = os.pathsep.join([beside, os.environ["PATH"], "/usr/sbin", "/sbin"])
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         raise NotPossible(f"not found: {', '.join(missing)} (Linux with iproute2, util-linux, MPI)")

@@ -7,6 +7,11 @@ from statistics import median
 import pytest
 from mpirun import run_world
 
+from zmpi.cost.links import VECTOR_ELEMENTS
+from zmpi.cost.speed import links_of
+
+SHARD_ALIGNMENT = 1024  # bytes, at most, to which a shard is rounded up
+
 TINY = [
     "--layers",
     "1",
@@ -143,10 +148,15 @@ def test_a_bench_that_cannot_be_run_is_one_line(flags):
     assert lines[0].startswith(f"zmpi.bench: error: {BAD[flags]}")
 
 
-def test_the_doctor_ends_in_a_verdict():
-    text = output(2, "zmpi.doctor")
+def test_the_doctor_ends_in_a_verdict_and_writes_what_the_planner_reads(tmp_path):
+    text = output(3, "zmpi.doctor", "--json", tmp_path / "x.json")
     assert text.splitlines()[-1].startswith("verdict: usable")
     assert "thread level" in text and "16,384 KiB" in text and "not aware" in text
+    report = json.loads((tmp_path / "x.json").read_text())
+    assert [rank["node"] for rank in report["ranks"]] == [0, 0, 0] and report["parts"] == {}
+    for points in links_of(report).values():  # to two others a third each, rounded up
+        for (sent, _), elements in zip(points, VECTOR_ELEMENTS, strict=True):
+            assert 0 <= sent - 2 * 4 * elements / 3 < 2 * SHARD_ALIGNMENT
 
 
 def test_train_writes_the_trace_it_was_asked_for(tmp_path):

@@ -11,7 +11,7 @@ from zmpi.messages.ledger import Ledger
 
 VECTOR_ELEMENTS = (1 << 8, 1 << 14, 1 << 18, 1 << 20, 1 << 22)  # float32: 1 KiB to 16 MiB
 ROUNDS = 3, 7  # at least and at most, for a median
-ENOUGH_S = 1.0  # seconds for the rounds of one size
+ENOUGH_S = 0.5  # seconds for the rounds of one size
 REDUCTIONS = ("mpi", "ordered")
 WHOLE, WITHIN, BETWEEN = "all ranks", "within node 0", "between nodes"
 
