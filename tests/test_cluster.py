@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from faults.nodes import CLUSTER, ROOT, strike, wrong
 
+SLEEP = "import time; time.sleep(600)"
 SMALL = ["--device", "cpu", "--layers", "1", "--width", "8", "--heads", "2", "--context", "8"]
 SMALL += ["--micro-batch", "1"]
 BIGRAM = f"{ROOT}/tests/own/bigram.py:Bigram"  # of all models the quickest to verify
@@ -28,82 +30,97 @@ def box(*command, flags=("--rate", "1gbit"), **environment):
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def permitted():
-    """Skip all where this machine permits no box, with the line that says why."""
+def train(*flags, **how):
+    """How a run of zmpi.train in a box ended."""
+    return box("-m", "zmpi.train", "--reduction", "ordered", *flags, **how)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """(name -> the future of how a box ended, the folder of files). Boxes do not meet: all at once.
+
+    Skips all where this machine permits no box, with the line that says why.
+    """
     if (tried := box("-c", "")).returncode == 2:
         pytest.skip(tried.stderr.strip())
+    folder = tmp_path_factory.mktemp("boxes")
+    one_node = ("--nodes", "1", "--ppn", "4")
+    with ThreadPoolExecutor() as pool:
+
+        def trained(name, *flags, **how):
+            files = ["--checkpoint", folder / name, "--log", folder / f"{name}.jsonl"]
+            return pool.submit(train, *SMALL, *files, *flags, **how)
+
+        yield (
+            {
+                "verify": pool.submit(
+                    box, "-m", "zmpi.verify", "--device", "cpu", "--model", BIGRAM
+                ),
+                "doctor": pool.submit(box, "-m", "zmpi.doctor", "--json", folder / "doctor.json"),
+                "two": trained("two", "--steps", "3", "--save-every", "3"),
+                "one": trained("one", "--steps", "3", "--save-every", "3", flags=one_node),
+                "cut": pool.submit(strike, "link", "gather"),
+            },
+            folder,
+        )
 
 
-def test_the_promises_are_kept_over_a_network():
-    ended = box("-m", "zmpi.verify", "--device", "cpu", "--model", BIGRAM)
+def test_the_promises_are_kept_over_a_network(started):
+    ended = started[0]["verify"].result()
     assert ended.returncode == 0 and "all promises kept" in ended.stdout, ended.stderr
 
 
-def test_the_doctor_tells_nodes_apart(tmp_path):
-    ended = box("-m", "zmpi.doctor", "--json", tmp_path / "doctor.json")
-    report = json.loads((tmp_path / "doctor.json").read_text())
-    assert [(rank["node"], rank["host"]) for rank in report["ranks"]] == [
-        (0, "node0"),
-        (0, "node0"),
-        (1, "node1"),
-        (1, "node1"),
-    ], ended.stderr
-    fastest = {
-        name: max(sent / seconds for sent, seconds in links["all_gather"])
-        for name, links in report["parts"].items()
-    }
-    # What a node can take at once (BURST) lets short messages exceed the line rate; 16 MiB do not.
-    sent, seconds = report["parts"]["between nodes"]["all_gather"][-1]
-    assert sent / seconds < 125e6 < fastest["within node 0"]
-
-
-def test_a_checkpoint_of_two_nodes_is_read_by_one_and_by_the_other(tmp_path):
-    """Losses and weights over the network are those of one node, bit for bit."""
-    logs = {}
-    for name, flags in {"two": ("--rate", "1gbit"), "one": ("--nodes", "1", "--ppn", "4")}.items():
-        run = [
-            "-m",
-            "zmpi.train",
-            *SMALL,
-            "--reduction",
-            "ordered",
-            "--checkpoint",
-            tmp_path / name,
-        ]
-        logs[name] = tmp_path / f"{name}.jsonl"
-        more = ["--steps", "3", "--save-every", "3", "--log", logs[name]]
-        ended = box(*run, *more, flags=flags)
-        assert ended.returncode == 0, ended.stderr
-        crossed = tmp_path / ("one" if name == "two" else "two")
-    steps = {
-        name: [(row.get("loss"), row.get("grad_norm")) for row in map(json.loads, log.open())]
-        for name, log in logs.items()
-    }
-    assert steps["two"] == steps["one"] and len(steps["two"]) >= 3
-    crossed = ["-m", "zmpi.train", "--device", "cpu", "--checkpoint", tmp_path / "one", "--resume"]
-    ended = box(*crossed, "--steps", "4")
+def test_the_doctor_tells_nodes_apart(started):
+    ended = started[0]["doctor"].result()
     assert ended.returncode == 0, ended.stderr
+    report = json.loads((started[1] / "doctor.json").read_text())
+    places = [(rank["node"], rank["host"]) for rank in report["ranks"]]
+    assert places == [(0, "node0"), (0, "node0"), (1, "node1"), (1, "node1")]
+    fastest = max(
+        sent / seconds for sent, seconds in report["parts"]["within node 0"]["all_gather"]
+    )
+    # A link may send BURST at once: short messages can exceed the line rate, 16 MiB cannot.
+    sent, seconds = report["parts"]["between nodes"]["all_gather"][-1]
+    assert sent / seconds < 125e6 < fastest
 
 
-def test_a_link_that_is_cut_ends_all_ranks_with_a_line_that_names_the_silent_ones():
-    ended = strike("link", "gather")
+def test_a_checkpoint_of_two_nodes_and_of_one_are_the_same_run(started):
+    """The losses over the network are those on one node, bit for bit; one node goes on from two."""
+    ended, folder = started
+    steps = {}
+    for name in ("two", "one"):
+        assert ended[name].result().returncode == 0, ended[name].result().stderr
+        rows = map(json.loads, (folder / f"{name}.jsonl").open())
+        steps[name] = [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+    assert steps["two"] == steps["one"] and len(steps["two"]) == 3
+    flags = ["--device", "cpu", "--resume", "--steps", "4", "--checkpoint", folder / "two"]
+    resumed = box("-m", "zmpi.train", *flags, flags=("--nodes", "1", "--ppn", "3"))
+    assert resumed.returncode == 0, resumed.stderr
+
+
+def test_a_link_that_is_cut_ends_all_ranks_with_a_line_that_names_the_silent_ones(started):
+    ended = started[0]["cut"].result()
     assert not wrong("link", ended), ended.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_box_that_is_ended_leaves_nothing_behind(number):
+def test_a_box_that_is_ended_leaves_nothing_behind(started, number):
     mark = f"box-{os.getpid()}-{number}"
-    sleeper = "import time; print('up', flush=True); time.sleep(600)"
-    command = [sys.executable, CLUSTER, "--", sys.executable, "-c", sleeper, mark]
-    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True) as running:
-        assert "up" in running.stdout.readline()
+    command = [sys.executable, str(CLUSTER), "--", sys.executable, "-c", SLEEP, mark]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as running:
+        # This one, the first process of the box, mpirun, and four ranks.
+        assert wait_for(lambda: len(processes_with(mark)) >= 7)
         running.send_signal(number)
         running.wait(timeout=30)
-    until = time.monotonic() + 5
-    while (left := processes_with(mark)) and time.monotonic() < until:
+    assert wait_for(lambda: not processes_with(mark))
+
+
+def wait_for(condition, seconds=20):
+    """Whether the condition came true."""
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
         time.sleep(0.05)
-    assert not left
+    return condition()
 
 
 def processes_with(mark):
