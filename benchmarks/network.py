@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
@@ -72,7 +73,9 @@ def in_box(options, rate, command):
     """Run Python with these arguments on all ranks of a box; end if that fails."""
     done = box(options, rate, ["python", *command])
     if done.returncode:
-        sys.exit(f"network.py: {' '.join(command[:2])} at {rate}: {done.stderr.strip()}")
+        said = f"{' '.join(command[:2])} at {rate}: {done.stderr.strip()}"
+        print(f"network.py: error: {said}", file=sys.stderr)
+        sys.exit(done.returncode)
 
 
 def measured(options, folder, rate):
@@ -148,19 +151,24 @@ def table(points):
 
 
 def sentence(points, percent):
-    """From which bandwidth stage 3 costs at most so much more than stage 0, by interpolation."""
+    """From which bandwidth stage 3 costs at most so much more than stage 0.
+
+    Between two points the extra cost is taken as linear in seconds per bit.
+    """
     costs = []
     for point in points:
         steps = {row["stage"]: row["step_s"] for row in point["stages"]}
         costs.append((point["mbit"], (steps[3] / steps[0] - 1) * 100))
-    costs.sort()
+    costs.sort(reverse=True)
     told = ", ".join(f"{cost:+.0f} % at {mbit:,.0f} Mbit/s" for mbit, cost in costs)
-    cheap = [
-        mbit
-        for number, (mbit, _) in enumerate(costs)
-        if all(c <= percent for _, c in costs[number:])
-    ]
-    where = f"from {cheap[0]:,.0f} Mbit/s on" if cheap else "at none of these bandwidths"
+    if costs[0][1] > percent:
+        return f"Stage 3 costs over {percent:g} % more than stage 0 at all of these: {told}."
+    where = f"down to {costs[-1][0]:,.0f} Mbit/s"
+    for (fast, cheap), (slow, dear) in pairwise(costs):
+        if dear > percent:
+            part = (percent - cheap) / (dear - cheap)
+            where = f"from {1 / (1 / fast + part * (1 / slow - 1 / fast)):,.0f} Mbit/s on"
+            break
     return f"Stage 3 costs at most {percent:g} % more than stage 0 {where} ({told})."
 
 
