@@ -85,7 +85,7 @@ def test_the_doctor_tells_nodes_apart(started):
 
 
 def test_a_checkpoint_of_two_nodes_and_of_one_are_the_same_run(started):
-    """The losses over the network are those on one node, bit for bit; one node goes on from two."""
+    """The losses over the network are those on one node, bit for bit; 2 nodes of 1 rank go on from it."""
     ended, folder = started
     steps = {}
     for name in ("two", "one"):
@@ -93,8 +93,8 @@ def test_a_checkpoint_of_two_nodes_and_of_one_are_the_same_run(started):
         rows = map(json.loads, (folder / f"{name}.jsonl").open())
         steps[name] = [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
     assert steps["two"] == steps["one"] and len(steps["two"]) == 3
-    flags = ["--device", "cpu", "--resume", "--steps", "4", "--checkpoint", folder / "two"]
-    resumed = box("-m", "zmpi.train", *flags, flags=("--nodes", "1", "--ppn", "3"))
+    flags = ["--device", "cpu", "--resume", "--steps", "4", "--checkpoint", folder / "one"]
+    resumed = box("-m", "zmpi.train", *flags, flags=("--nodes", "2", "--ppn", "1"))
     assert resumed.returncode == 0, resumed.stderr
 
 
