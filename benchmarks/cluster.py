@@ -1,4 +1,4 @@
-"""python benchmarks/cluster.py --nodes 2 --ppn 2 --rate 1gbit -- python -m zmpi.verify: a cluster in a box.
+"""A cluster in a box: python benchmarks/cluster.py --nodes 2 --rate 1gbit -- python -m zmpi.verify
 
 Each node is a set of Linux namespaces: a network interface, a host name, shared memory of its own.
 A bridge joins them; `tc` shapes every link in both directions. `mpirun` (MPICH's or Open MPI's, the

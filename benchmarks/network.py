@@ -1,9 +1,9 @@
-"""python benchmarks/network.py: what each stage costs over a network; two nodes of two ranks in a box.
+"""python benchmarks/network.py: what each stage costs over a network of two nodes in a box.
 
 For each bandwidth a box (cluster.py) is made, in which zmpi.doctor measures the messages and then
 zmpi.bench the stages, in turns. The kernel's counters of the nodes' interfaces are read around the
-steps of each stage, beside the ledger's bytes. The planner's terms of computing come from one more bench
-without a limit, its messages from the doctor at the same bandwidth.
+steps of each stage, beside the ledger's bytes. The planner's terms of computing come from one more
+bench without a limit, its messages from the doctor at the same bandwidth.
 
 Prints a table and one sentence: from which bandwidth stage 3 costs at most --percent more than
 stage 0. `--out DIR` holds network.json and network.png (time against bandwidth, one line a stage,
@@ -119,7 +119,7 @@ def model_flags(options):
 
 
 def predicted(options, folder, rate):
-    """{stage: seconds of a step} by zmpi.plan: computing from another bench, messages from the doctor.
+    """{stage: seconds of a step} by zmpi.plan, from another bench and the doctor at this rate.
 
     With nothing hidden: a CPU without a progress thread moves messages only inside MPI's calls.
     """
@@ -134,9 +134,8 @@ def predicted(options, folder, rate):
 
 def table(points):
     """The figures, a row for each stage at each bandwidth."""
-    lines = [
-        "network    stage  step ms  predicted   off  blocked  peak MB  on the wire MB  of least  of ledger"
-    ]
+    head = "network    stage  step ms  predicted   off  blocked  peak MB"
+    lines = [f"{head}  on the wire MB  of least  of ledger"]
     for point in points:
         for row in point["stages"]:
             guess, step, wire = point["predicted"][row["stage"]], row["step_s"], row["wire_bytes"]

@@ -1,4 +1,4 @@
-"""mpirun ... network_worker.py SHAPE STEPS FILE: bytes between nodes per step and stage, into a file.
+"""network_worker.py SHAPE STEPS FILE, on each rank: bytes between nodes, per step and stage.
 
 The kernel's count of what the nodes' eth0 sent around some steps, beside the ledger's bytes.
 """

@@ -85,7 +85,7 @@ def test_the_doctor_tells_nodes_apart(started):
 
 
 def test_a_checkpoint_of_two_nodes_and_of_one_are_the_same_run(started):
-    """The losses over the network are those on one node, bit for bit; 2 nodes of 1 rank go on from it."""
+    """The same losses on one node as on two, bit for bit. Two ranks apart go on from one node."""
     ended, folder = started
     steps = {}
     for name in ("two", "one"):

@@ -1,7 +1,7 @@
-"""Faults between nodes, and of ranks that answer no more: how they end, in the box of benchmarks/cluster.py.
+"""Faults between nodes, and ranks that no longer answer, in the box of benchmarks/cluster.py.
 
-`python tests/faults/nodes.py [TIMES]` makes every fault at every place, TIMES times (default 10), and prints a table;
-its status is 1 if a run is not as promised. Loss and delay need netem, and are not tried without it.
+`python tests/faults/nodes.py [TIMES]` makes every fault at every place, TIMES times (default 10),
+and prints a table; its status is 1 if a run is not as promised. Loss and delay need netem.
 
     link   a node's link goes down; nobody is told
     power  the same, and all its processes are gone: the others' connections stay half open
