@@ -52,7 +52,7 @@ def strike():
 
 
 def end_this_node():
-    """Kill all processes of this node's network namespace but the first, which keeps it; at last this one."""
+    """Kill all processes in this network namespace but its keeper; this one at last."""
     network = os.readlink("/proc/self/ns/net")
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
