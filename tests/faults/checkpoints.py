@@ -1,5 +1,7 @@
 """Checkpoints under fire: `python tests/faults/checkpoints.py kills 50 | flips 100 | resumes`.
 
+With --group at the end kills and flips are of 4 ranks in two groups, at stage 3,1.
+
 kills N     N times, near a save, SIGKILL to all ranks or to one; every restart must continue from a
             complete step, and the run that got through must end with the bits of one that was left
             alone
@@ -315,6 +317,9 @@ def resumes(cases=None):
 
 if __name__ == "__main__":
     what, *arguments = sys.argv[1:]
+    if arguments[-1:] == ["--group"]:
+        RANKS, arguments = 4, arguments[:-1]
+        MODEL += ["--group", "2", "--stage", "3,1"]
     began = time.time()
     found = {"kills": kills, "flips": flips, "resumes": resumes}[what](*map(int, arguments))
     for case, number in sorted(found.items(), key=str):
