@@ -35,6 +35,8 @@ class Planted(RuntimeError):
 
 def strike():
     print(f"fault {time.time()}", flush=True)
+    if "FAULTS_FOLDER" in os.environ:  # a line may not arrive over the link that goes down
+        Path(os.environ["FAULTS_FOLDER"], "struck").write_text(str(time.time()))
     if FAULT in ("exception", "together", "caught"):
         raise Planted("this fault was planted")
     if FAULT == "exit":
@@ -148,7 +150,7 @@ def main():
             raise
         places.here("between")
         if PLACE == "save":
-            zero.save(os.environ["FAULTS_FOLDER"])
+            zero.save(Path(os.environ["FAULTS_FOLDER"], "checkpoint"))
 
 
 def healthy(world):

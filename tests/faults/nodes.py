@@ -64,8 +64,8 @@ def strike(fault, place):
             timeout=90,
             check=False,
         )
-    struck = re.search(r"^fault (\d+\.\d+)$", done.stdout, re.MULTILINE)
-    seconds = time.time() - float(struck[1]) if struck else -1
+        ended, struck = time.time(), Path(folder, "struck")
+        seconds = ended - float(struck.read_text()) if struck.exists() else -1
     return Ended(done.returncode, done.stdout, seconds)
 
 
