@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from faults.table import AT_ONCE
 from mpirun import run_world
-from test_worlds import SIZES, sizes_of
+from test_worlds import SIZES, failures, sizes_of
 
 HERE = Path(__file__).parent
 CASES = {
@@ -70,16 +70,21 @@ def test_b(): pass
 }
 
 
-def run(folder, body):
+def made(folder, **bodies):
+    """The files of tests that hold these bodies, in a folder like this one."""
     (folder / "world").mkdir(parents=True)
     shutil.copy(HERE / "conftest.py", folder)
-    shutil.copy(
-        HERE / "mpirun.py", folder
-    )  # which it imports; it is read where the checkout lies in the same folder
+    # which it imports; it is read where the checkout lies in the same folder
+    shutil.copy(HERE / "mpirun.py", folder)
     shutil.copy(HERE / "world" / "conftest.py", folder / "world")
-    (folder / "world" / "test_it.py").write_text(
-        f"import time\nimport pytest\nfrom mpi4py import MPI\n{body}"
-    )
+    files = {folder / "world" / f"test_{name}.py": body for name, body in bodies.items()}
+    for file, body in files.items():
+        file.write_text(f"import time\nimport pytest\nfrom mpi4py import MPI\n{body}")
+    return list(files)
+
+
+def run(folder, body):
+    made(folder, it=body)
     return run_world(
         3, ["-m", "pytest", folder / "world", "-q", "-p", "no:cacheprovider"], timeout=40
     )
@@ -153,6 +158,18 @@ def test_a_module_that_one_rank_cannot_import_ends_the_world(ended):
 def test_a_test_runs_at_its_sizes_only(ended):
     world = ended("sizes")
     assert world.status == 0 and "1 passed, 1 skipped" in world.output, world.output
+
+
+def test_the_file_that_ends_a_world_is_reported_and_those_after_it_run(tmp_path):
+    touch = f"{CASES['passes']}    open('{tmp_path}/'+__name__, 'a').close()\n"
+    files = made(tmp_path / "a", a=touch, b=CASES["fails"], c=touch)
+    found = failures(3, files, tmp_path)
+    assert list(found) == [files[1]] and "test_b.py::test_a failed (call)" in found[files[1]]
+    assert (tmp_path / "test_a").exists() and (tmp_path / "test_c").exists()
+    files = made(tmp_path / "b", d=touch, e=CASES["cannot import"])
+    found = failures(3, files, tmp_path)
+    assert list(found) == [files[1]] and "test_e.py cannot be collected" in found[files[1]]
+    assert (tmp_path / "test_d").exists()
 
 
 def test_the_sizes_of_a_file_are_read_without_importing_it(tmp_path):

@@ -39,6 +39,11 @@ def folder(comm, tmp_path):
     return Path(comm.bcast(str(tmp_path)))
 
 
+def pytest_addoption(parser):
+    text = "file to which rank 0 writes the name of each test file as its first test starts"
+    parser.addoption("--started", metavar="FILE", help=text)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     config.pluginmanager.register(Manners(config), "world manners")
@@ -61,6 +66,7 @@ class Manners:
             os.dup(2), "w"
         )  # what pytest captures is not shown any more after an Abort
         self.limits, self.timer = {}, None
+        self.started = config.getoption("started")
         if self.rank:
             config.pluginmanager.unregister(name="terminalreporter")
 
@@ -71,6 +77,8 @@ class Manners:
             self.limits[item.nodeid] = marker.args[0] if marker else LIMIT
 
     def pytest_runtest_logstart(self, nodeid):
+        if self.rank == 0 and self.started:
+            self.note(Path(nodeid.partition("::")[0]).name)
         seconds = self.limits[nodeid]
         self.timer = threading.Timer(seconds, self.overdue, (nodeid, seconds))
         self.timer.daemon = True
@@ -112,6 +120,12 @@ class Manners:
         faulthandler.dump_traceback(self.stderr)
         time.sleep(1 + self.rank * SHARE)
         MPI.COMM_WORLD.Abort(1)
+
+    def note(self, name):
+        """Whoever started this world reads there in which file it ended."""
+        with open(self.started, "r+", encoding="utf-8") as file:
+            if name not in file.read().splitlines():
+                file.write(f"{name}\n")
 
     def end(self, text):
         time.sleep(self.rank * SHARE)
