@@ -1,6 +1,7 @@
 """Start a small MPI world from a test, and make sure that nothing of it is left behind."""
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -66,6 +67,32 @@ def run_world(size, arguments, timeout, **environment):
     for process in left:
         _kill(process)
     return Ended(status, output, time.time() if left else ended, left)
+
+
+def run_lines(size, folder, lines, command="train", timeout=110):
+    """Run command lines of zmpi.COMMAND one after the other, in one world of `size` ranks: far quicker than a world each.
+
+    Returns an entry for each: the ranks' [status, line of error, what was printed otherwise], see refusals.py.
+    """
+    file = folder / f"lines-{uuid.uuid4().hex}.json"
+    file.write_text(json.dumps([[str(word) for word in line] for line in lines]))
+    world = run_world(size, [ROOT / "tests/refusals.py", file, command], timeout)
+    file.unlink()
+    assert world.status == 0 and not world.left, world.output
+    return json.loads(world.output.splitlines()[-1])
+
+
+def assert_refused(size, folder, expected, command="train"):
+    """Each command line of `expected`, {words: texts}, is status 2 and the same line with these texts on all ranks."""
+    found = run_lines(size, folder, expected, command)
+    wrong = [
+        f"{line}: {ranks}"
+        for (line, texts), ranks in zip(expected.items(), found, strict=True)
+        if ranks != [ranks[0]] * size
+        or ranks[0][::2] != [2, ""]
+        or not all(text in ranks[0][1] for text in texts)
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def _marked(mark):

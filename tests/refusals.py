@@ -1,4 +1,4 @@
-"""Many wrong command lines of zmpi.train in one world: refusals.py FILE (JSON, argument lists).
+"""Many command lines in one world: refusals.py FILE COMMAND. FILE holds a JSON list of argument lists of zmpi.COMMAND.
 
 Each is run on all ranks, in this process. What it ends with is taken where the process's own hook
 would print it; rank 0 prints a JSON list with an entry for each: the ranks' [status, line of error,
@@ -9,18 +9,19 @@ import io
 import json
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 
-from zmpi import World, train
+from zmpi import World
 from zmpi.process.errors import Agreed, one_line
 
 
-def ended(arguments):
+def ended(command, arguments):
     """(status, line of error, what was printed otherwise) of a command line, on this rank."""
     printed = io.StringIO()
     try:
         with redirect_stdout(printed), redirect_stderr(printed):
-            train.main(arguments)
+            command.main(arguments)
     except Agreed as error:
         return error.status, one_line(error), printed.getvalue()
     except SystemExit as error:
@@ -30,7 +31,8 @@ def ended(arguments):
 
 def main():
     world = World(device="cpu", timeout=60)
-    found = [world.share(ended(line)) for line in json.loads(Path(sys.argv[1]).read_text())]
+    lines, command = Path(sys.argv[1]), import_module(f"zmpi.{sys.argv[2]}")
+    found = [world.share(ended(command, line)) for line in json.loads(lines.read_text())]
     if world.rank == 0:
         sys.stdout.write(json.dumps(found) + "\n")
 

@@ -1,7 +1,6 @@
 """What a user can get wrong on the command line: one line, printed once, status 2, no files."""
 
 import gzip
-import json
 import os
 import re
 import subprocess
@@ -11,7 +10,7 @@ from threading import get_ident
 
 import numpy as np
 import pytest
-from mpirun import ROOT, run_world
+from mpirun import ROOT, assert_refused, run_world
 
 SMALL = [
     "--device",
@@ -169,23 +168,16 @@ def arguments(text, log):
 def test_each_is_one_error_on_all_ranks_and_writes_nothing(cases, folder, tmp_path):
     """All of them in one world; the next test sees some as a shell does."""
     before, log = contents(folder.parent), str(folder.parent / "log")
-    lines = tmp_path / "lines"
-    lines.write_text(json.dumps([arguments(text, log) for text in cases]))
-    world = run_world(3, [ROOT / "tests/refusals.py", lines], timeout=110)
-    assert not world.status, world.output
-    found = json.loads(world.output.splitlines()[-1])
-    wrong = [
-        f"{text}: {ranks}"
-        for (text, expected), ranks in zip(cases.items(), found, strict=True)
-        if ranks != [ranks[0]] * 3 or expected not in ranks[0][1] or ranks[0][::2] != [2, ""]
-    ]
-    assert not wrong, "\n".join(wrong)
+    lines = {tuple(arguments(text, log)): [expected] for text, expected in cases.items()}
+    assert_refused(3, tmp_path, lines)
     assert contents(folder.parent) == before, "something was written"
 
 
 def test_each_gets_one_line_and_status_2(cases, folder):
     before, log = contents(folder.parent), str(folder.parent / "log")
-    sample = list(cases)[::9]
+    # an error of the model, of the flags, of the engine and of the data, and some more
+    kinds = ["--heads 7 --width 64", "--stage 4", "--precision bfloat16 --reduction mpi"]
+    sample = [*kinds, f"--data {folder}/missing", *list(cases)[4::18]]
 
     def run(text):
         command = ["-m", "zmpi.train", *arguments(text, f"{log}-{get_ident()}")]  # of one job

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from faults.checkpoints import MODEL, bits, flips, kills, numbers, resumes, train
-from mpirun import ROOT, run_world
+from mpirun import ROOT, assert_refused, run_world
 
 from zmpi.cli.resume import saved_flags, take_settings
 from zmpi.saving.folder import Folder, newest
@@ -266,27 +266,26 @@ def test_flags_that_agree_or_are_free_are_none(copy, tmp_path):
 def test_a_folder_that_cannot_be_used_is_an_error(saved, copy, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    refused(
-        train(2, *MODEL, "--checkpoint", tmp_path / "file", "--log", tmp_path / "no-log"),
-        "file: not a folder",
-    )
-    refused(
-        train(2, *MODEL, "--checkpoint", tmp_path / "none" / "dir"),
-        "--checkpoint: ",
-        "none/dir: its parent folder must exist (mkdir -p ",
-    )
-    refused(train(2, "--resume", "--checkpoint", tmp_path / "none"), "none: no such folder")
-    refused(
-        train(2, "--resume", "--checkpoint", tmp_path / "empty"),
-        "empty: no complete checkpoint in it",
-    )
-    refused(
-        train(2, *MODEL, "--checkpoint", copy),
-        "--checkpoint:",
-        "already exists; continue it with --resume",
-    )
-    for flag in ("--resume", "--keep 2", "--save-every 3"):
-        refused(train(1, *flag.split()), flag.split()[0], "needs --checkpoint DIR")
+    none = tmp_path / "none"
+    wrong = {
+        (*MODEL, "--checkpoint", tmp_path / "file", "--log", tmp_path / "no-log"): [
+            "file: not a folder"
+        ],
+        (*MODEL, "--checkpoint", none / "dir"): [
+            "--checkpoint: ",
+            "none/dir: its parent folder must exist (mkdir -p ",
+        ],
+        ("--resume", "--checkpoint", none): ["none: no such folder"],
+        ("--resume", "--checkpoint", tmp_path / "empty"): ["empty: no complete checkpoint in it"],
+        (*MODEL, "--checkpoint", copy): [
+            "--checkpoint:",
+            "already exists; continue it with --resume",
+        ],
+    } | {
+        tuple(flags.split()): [flags.split()[0], "needs --checkpoint DIR"]
+        for flags in ("--resume", "--keep 2", "--save-every 3")
+    }
+    assert_refused(2, tmp_path, wrong)
     held = Folder(copy, keep=3)
     refused(train(2, "--resume", "--checkpoint", copy), "dir: in use by another job")
     held.close()
@@ -465,20 +464,22 @@ def test_any_number_of_ranks_writes_the_same_text(saved, drawn):
 
 
 def test_what_cannot_be_written_is_refused(saved, tmp_path):
-    refused(generate(2, saved), "--prompt: give either --prompt or --prompt-ids")
-    refused(generate(2, saved, "--prompt", ""), "--prompt: expected at least 1 token, got 0")
-    refused(generate(2, saved, "--prompt-ids", "1,256"), "--prompt-ids: token 256 is not below")
-    refused(generate(2, saved, "--prompt-ids", "1,x"), "--prompt-ids: expected a whole number")
-    refused(
-        generate(2, saved, "--prompt-ids", "1", "--tokenizer", "x.json"),
-        "--tokenizer: --prompt-ids are already tokens",
-    )
-    refused(
-        generate(2, saved, "--prompt", "a", "--tokenizer", tmp_path / "none.json"),
-        "--tokenizer:",
-        "none.json",
-    )
-    refused(generate(2, saved, "--prompt-ids", "1", "--stop", "256"), "--stop: token 256 is not")
+    wrong = {
+        (): "--prompt: give either --prompt or --prompt-ids",
+        ("--prompt", ""): "--prompt: expected at least 1 token, got 0",
+        ("--prompt-ids", "1,256"): "--prompt-ids: token 256 is not below",
+        ("--prompt-ids", "1,x"): "--prompt-ids: expected a whole number",
+        (
+            "--prompt-ids",
+            "1",
+            "--tokenizer",
+            "x.json",
+        ): "--tokenizer: --prompt-ids are already tokens",
+        ("--prompt", "a", "--tokenizer", "none.json"): "--tokenizer: expected a file, got none",
+        ("--prompt-ids", "1", "--stop", "256"): "--stop: token 256 is not",
+    }
+    lines = {("--checkpoint", saved, *flags): [text] for flags, text in wrong.items()}
+    assert_refused(2, tmp_path, lines, "generate")
     refused(generate(2, tmp_path, "--prompt", "a"), "no complete checkpoint in it")
 
 

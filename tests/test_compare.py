@@ -5,11 +5,10 @@ import math
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from mpirun import run_world
+from mpirun import run_lines
 
 from zmpi.cli.logged import read_log
 from zmpi.cli.settings import differing_settings
@@ -20,7 +19,6 @@ from zmpi.saving.blocks import BlockWriter
 from zmpi.saving.found import newest
 from zmpi.saving.manifest import Manifest, manifest_digest
 
-REFUSALS = Path(__file__).with_name("refusals.py")  # which runs many command lines in one world
 BASE = "--model mlp --layers 2 --width 6 --context 5 --micro-batch 2 --device cpu --steps 3"
 RUNS = {  # name: (ranks, flags); a global batch of 24 sequences each
     "plain": (3, "--accumulate 4 --reduction ordered"),
@@ -55,9 +53,7 @@ def files(folder, name, flags):
 
 def trained(folder, size, lines):
     """Run command lines of zmpi.train one after the other, in one world."""
-    (folder / "lines.json").write_text(json.dumps(lines))
-    world = run_world(size, [REFUSALS, folder / "lines.json"], timeout=100)
-    ended = json.loads(world.output.splitlines()[-1])
+    ended = run_lines(size, folder, lines)
     assert [rank[:2] for line in ended for rank in line] == [[0, ""]] * len(ended) * size
 
 

@@ -161,7 +161,7 @@ def test_a_test_runs_at_its_sizes_only(ended):
 
 
 def test_the_file_that_ends_a_world_is_reported_and_those_after_it_run(tmp_path):
-    touch = f"{CASES['passes']}    open('{tmp_path}/'+__name__, 'a').close()\n"
+    touch = f"def test_a(): open('{tmp_path}/' + __name__, 'a').close()\n"
     files = made(tmp_path / "a", a=touch, b=CASES["fails"], c=touch)
     found = failures(3, files, tmp_path)
     assert list(found) == [files[1]] and "test_b.py::test_a failed (call)" in found[files[1]]

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from training import STAGES, Plain, adamw, assert_same_bits, mlp, train, world_of
+from training import STAGES, adamw, assert_same_bits, mlp, plain_run, train, world_of
 
 from models import MLP, Layer
 from zmpi import Policy, ZeRO
@@ -57,7 +57,7 @@ class Among(MLP):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_they_train_as_in_the_plain_loop(world, stage, precision):
-    expected = Plain(Among(), adamw(), precision=precision).run(2 * world.size)
+    expected = plain_run(Among, adamw(), 2 * world.size, precision=precision)
     for prefetch, recompute in ((0, True), (1, False), (1, True)):
         policy = Policy(precision, prefetch=prefetch, recompute=recompute)
         zero = ZeRO(Among(), world_of("ordered"), stage, adamw(), policy=policy)

@@ -5,9 +5,11 @@ order. Tolerances: MPI's sums, and float32's 2^-24 for each of some hundred addi
 than 1e-5 of a loss or norm.
 """
 
+from functools import cache
+
 import numpy as np
 import pytest
-from training import STAGES, Plain, copied, everything, gpt, micro_batch, mlp, share, world_of
+from training import STAGES, Plain, copied, gpt, micro_batch, mlp, plain_run, share, world_of
 
 from models import GPT
 from zmpi import SGD, ZeRO
@@ -34,16 +36,14 @@ def change(before, after):
 @reductions
 @models
 def test_the_norm_is_the_references_at_every_size_and_stage(comm, model, reduction, stage):
-    plain = Plain(model(), SGD(lr=0.1))
-    plain.step(everything(plain.model, 1, 12))
-    for clip in (0.0, plain.norm / 2, plain.norm * 10):
+    _, (norm,), _ = plain_run(model, SGD(lr=0.1), 12, steps=1)
+    for clip in (0.0, norm / 2, norm * 10):
         zero = ZeRO(model(), world_of(reduction), stage, SGD(lr=0.1, clip=clip))
         before = copied(zero)
         zero.train_step(share(zero.model, 1, zero.world, 12 // comm.size))
-        assert zero.last.grad_norm == pytest.approx(plain.norm, rel=1e-5)
-        expected = 0.1 * min(plain.norm, clip or plain.norm)
-        # the change is a difference of float32 weights of about 1: each is rounded to 6e-8, of
-        # changes of about 1e-3
+        assert zero.last.grad_norm == pytest.approx(norm, rel=1e-5)
+        expected = 0.1 * min(norm, clip or norm)
+        # the change is a difference of float32 weights of about 1: each is rounded to 6e-8, of changes of about 1e-3
         assert change(before, copied(zero)) == pytest.approx(expected, rel=1e-3)
 
 
@@ -62,8 +62,7 @@ def test_a_clip_that_is_not_reached_changes_no_bit(comm, reduction, stage):
 @models
 @stages
 def test_ten_clipped_steps_end_at_the_references_parameters(comm, model, stage):
-    plain = Plain(model(), SGD(lr=0.1, clip=0.3))
-    losses, _, parameters = plain.run(12, steps=10)
+    losses, _, parameters = plain_run(model, SGD(lr=0.1, clip=0.3), 12, steps=10)
     zero = ZeRO(model(), world_of("auto"), stage, SGD(lr=0.1, clip=0.3))
     found = [
         zero.train_step(share(zero.model, step, zero.world, 12 // comm.size))
@@ -153,17 +152,27 @@ def test_unequal_numbers_of_micro_batches_are_one_error_on_all_ranks(comm):
 # ---- B04: accumulation ---------------------------------------------------------------------------
 
 
+SMALL = GPT(layers=1, width=12, heads=3, context=5, vocab=19)
+
+
+@cache
+def sixteen_at_once():
+    """The batches of 5 steps, each in one piece; the plain loop's [(loss, norm) of each step] and parameters."""
+    plain, batches = (
+        Plain(SMALL, SGD(lr=0.1)),
+        [micro_batch(SMALL, n, 0, b=16) for n in range(1, 6)],
+    )
+    return batches, [(plain.step([batch]), plain.norm) for batch in batches], plain.parameters()
+
+
 @stages
 @reductions
 @pytest.mark.sizes(1, 2, 4)
 def test_accumulation_divides_nothing_twice(comm, reduction, stage):
-    """16 sequences in accumulate x size micro-batches (1 to 16 in all) train the same."""
-    model = GPT(layers=1, width=12, heads=3, context=5, vocab=19)
-    whole = [micro_batch(model, step, 0, b=16) for step in range(1, 6)]
-    plain = Plain(model, SGD(lr=0.1))
-    expected = [(plain.step([batch]), plain.norm) for batch in whole]
+    """A global batch of 16 sequences as accumulate x size micro-batches: 1, 2, 4 and 8 (at most 16 in all) train the same."""
+    whole, expected, parameters = sixteen_at_once()
     for accumulate in [number for number in (1, 2, 4, 8) if number * comm.size <= 16]:
-        zero = ZeRO(model, world_of(reduction), stage, SGD(lr=0.1))
+        zero = ZeRO(SMALL, world_of(reduction), stage, SGD(lr=0.1))
         found = []
         for inputs, targets in whole:
             mine = [m * comm.size + comm.rank for m in range(accumulate)]
@@ -173,6 +182,4 @@ def test_accumulation_divides_nothing_twice(comm, reduction, stage):
             )
         np.testing.assert_allclose(found, expected, rtol=1e-6)  # the case's own figure
         for name, array in copied(zero).items():
-            np.testing.assert_allclose(
-                array, plain.parameters()[name], rtol=0, atol=1e-6, err_msg=name
-            )
+            np.testing.assert_allclose(array, parameters[name], rtol=0, atol=1e-6, err_msg=name)

@@ -5,20 +5,23 @@ clipping, warm-up, decay and targets that do not count. All comparisons are exac
 is that the same sums are made in one order.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 from training import (
     STAGES,
-    Plain,
     adamw,
     assert_same_bits,
     copied,
     gpt,
     mlp,
+    plain_run,
     run,
     sgd,
     share,
     world_of,
+    zero_run,
 )
 
 from models import GPT
@@ -37,48 +40,44 @@ sizes_that_divide_24 = pytest.mark.sizes(1, 2, 3, 4, 6)
 @models
 @optimizers
 def test_stages_agree_with_one_micro_batch(comm, model, optimizer, reduction):
-    world = world_of(reduction)
-    first = run(model(), world, 0, optimizer())
+    first = zero_run(model, reduction, 0, optimizer())
     for stage in STAGES[1:]:
-        assert_same_bits(run(model(), world, stage, optimizer()), first, stage)
+        assert_same_bits(zero_run(model, reduction, stage, optimizer()), first, stage)
 
 
 @models
 @pytest.mark.parametrize("accumulate", [1, 3])
 @sizes_that_divide_24
 def test_ordered_gives_the_bits_of_the_plain_loop(comm, model, accumulate):
-    world = world_of("ordered")
-    plain = Plain(model(), adamw()).run(accumulate * comm.size)
+    plain = plain_run(model, adamw(), accumulate * comm.size)
     for stage in STAGES:
-        assert_same_bits(run(model(), world, stage, adamw(), accumulate), plain, stage)
+        assert_same_bits(zero_run(model, "ordered", stage, adamw(), accumulate), plain, stage)
 
 
 @sizes_that_divide_24
 def test_ordered_gives_the_bits_of_the_plain_loop_with_momentum(comm):
-    plain = Plain(gpt(), sgd()).run(2 * comm.size)
+    plain = plain_run(gpt, sgd(), 2 * comm.size)
     for stage in STAGES:
-        assert_same_bits(run(gpt(), world_of("ordered"), stage, sgd(), 2), plain, stage)
+        assert_same_bits(zero_run(gpt, "ordered", stage, sgd(), 2), plain, stage)
 
 
 @models
-@pytest.mark.sizes(1, 2, 3, 4, 6)
+@sizes_that_divide_24
 def test_a_global_batch_of_12_gives_the_same_bits_at_every_number_of_ranks(comm, model):
-    plain = Plain(model(), adamw()).run(
-        12
-    )  # what one rank computes, in this process: the same for every size
+    # what one rank computes, in one process: the same for every size
+    plain = plain_run(model, adamw(), 12)
     for stage in STAGES:
-        assert_same_bits(
-            run(model(), world_of("ordered"), stage, adamw(), 12 // comm.size), plain, stage
-        )
+        found = zero_run(model, "ordered", stage, adamw(), 12 // comm.size)
+        assert_same_bits(found, plain, stage)
 
 
 @models
 def test_every_stage_follows_one_process_without_zero(comm, model):
     for accumulate in (1, 3):
-        plain = Plain(model(), adamw()).run(accumulate * comm.size)
+        plain = plain_run(model, adamw(), accumulate * comm.size)
         for stage in STAGES:
             for reduction in ("mpi", "ordered"):
-                losses, norms, _ = run(model(), world_of(reduction), stage, adamw(), accumulate)
+                losses, norms, _ = zero_run(model, reduction, stage, adamw(), accumulate)
                 np.testing.assert_allclose(
                     losses, plain[0], rtol=1e-5
                 )  # P1's figure; MPI sums in its own order
@@ -88,12 +87,13 @@ def test_every_stage_follows_one_process_without_zero(comm, model):
 @models
 @reductions
 def test_prefetch_and_recompute_change_no_bit(comm, model, reduction):
-    world = world_of(reduction)
     for stage in (0, 3):
-        first = run(model(), world, stage, adamw(), 2, policy=Policy(prefetch=1, recompute=False))
-        for prefetch, recompute in ((0, False), (1, True), (0, True)):
-            policy = Policy(prefetch=prefetch, recompute=recompute)
-            assert_same_bits(run(model(), world, stage, adamw(), 2, policy=policy), first, policy)
+        first, *others = (
+            zero_run(model, reduction, stage, adamw(), 2, policy=Policy("float32", *settings))
+            for settings in ((1, False), (0, False), (1, True), (0, True))
+        )
+        for found in others:
+            assert_same_bits(found, first, stage)
 
 
 class Long(GPT):
@@ -107,7 +107,7 @@ class Long(GPT):
 @sizes_that_divide_24
 def test_losses_are_added_up_in_the_order_of_micro_batches(comm):
     model = Long(layers=1, width=12, heads=2, context=7, vocab=23)
-    plain = Plain(model, adamw()).run(12)
+    plain = plain_run(partial(Long, 1, 12, 2, 7, 23), adamw(), 12)
     for stage in STAGES:
         assert_same_bits(
             run(model, world_of("ordered"), stage, adamw(), 12 // comm.size), plain, stage
@@ -119,7 +119,7 @@ def test_losses_are_added_up_in_the_order_of_micro_batches(comm):
 
 def test_every_rank_returns_the_same_numbers(comm):
     for reduction in ("mpi", "ordered"):
-        losses, norms, _ = run(gpt(), world_of(reduction), 2, adamw(), 2)
+        losses, norms, _ = zero_run(gpt, reduction, 2, adamw(), 2)
         everyone = comm.allgather((losses, norms))
         assert everyone == [everyone[0]] * comm.size
 
@@ -151,14 +151,12 @@ def test_weights_depend_on_the_seed_and_the_name_only(comm):
 @pytest.mark.parametrize("accumulate", [1, 4])
 @sizes_that_divide_24
 def test_every_stage_gives_the_bits_of_one_process_in_16_bits(comm, model, precision, accumulate):
-    plain = Plain(model(), adamw(), precision=precision).run(accumulate * comm.size, steps=5)
+    plain = plain_run(model, adamw(), accumulate * comm.size, 5, precision)
     assert (
         np.isfinite(plain[1]).sum() >= 2
     )  # float16's first scales are too high: their steps are skipped
     for stage in STAGES:
-        found = run(
-            model(), world_of("auto"), stage, adamw(), accumulate, steps=5, policy=Policy(precision)
-        )
+        found = zero_run(model, "auto", stage, adamw(), accumulate, 5, Policy(precision))
         assert_same_bits(found, plain, stage)
 
 
@@ -166,37 +164,35 @@ def test_every_stage_gives_the_bits_of_one_process_in_16_bits(comm, model, preci
 @pytest.mark.sizes(5)
 def test_stages_agree_in_16_bits_at_5_ranks(comm, precision):
     for accumulate in (1, 4):
-        first = run(gpt(), world_of("auto"), 0, sgd(), accumulate, policy=Policy(precision))
+        first = zero_run(gpt, "auto", 0, sgd(), accumulate, policy=Policy(precision))
         for stage in STAGES[1:]:
-            found = run(gpt(), world_of("auto"), stage, sgd(), accumulate, policy=Policy(precision))
+            found = zero_run(gpt, "auto", stage, sgd(), accumulate, policy=Policy(precision))
             assert_same_bits(found, first, stage)
 
 
 @narrow
 @sizes_that_divide_24
 def test_a_global_batch_of_12_gives_the_same_bits_in_16_bits(comm, precision):
-    plain = Plain(gpt(), sgd(), precision=precision).run(12)
+    plain = plain_run(gpt, sgd(), 12, precision=precision)
     for stage in STAGES:
-        found = run(
-            gpt(), world_of("auto"), stage, sgd(), 12 // comm.size, policy=Policy(precision)
-        )
+        policy = Policy(precision)
+        found = zero_run(gpt, "auto", stage, sgd(), 12 // comm.size, policy=policy)
         assert_same_bits(found, plain, stage)
 
 
 @narrow
 def test_prefetch_and_recompute_change_no_bit_in_16_bits(comm, precision):
-    first = run(gpt(), world_of("auto"), 3, adamw(), 2, policy=Policy(precision))
+    first = zero_run(gpt, "auto", 3, adamw(), 2, policy=Policy(precision))
     for prefetch, recompute in ((0, False), (1, True)):
         policy = Policy(precision, prefetch, recompute)
-        assert_same_bits(run(gpt(), world_of("auto"), 3, adamw(), 2, policy=policy), first, policy)
+        assert_same_bits(zero_run(gpt, "auto", 3, adamw(), 2, policy=policy), first, policy)
 
 
 @narrow
 def test_16_bits_follow_float32_at_their_own_precision(comm, precision):
-    wide = Plain(gpt(), adamw()).run(2 * comm.size)
-    losses, _, _ = run(gpt(), world_of("auto"), 3, adamw(), 2, policy=Policy(precision))
-    # a weight is rounded to 2^-11 (float16) or 2^-8 (bfloat16) of itself; the loss, near
-    # log(vocab), moves less than that
+    wide = plain_run(gpt, adamw(), 2 * comm.size)
+    losses, _, _ = zero_run(gpt, "auto", 3, adamw(), 2, policy=Policy(precision))
+    # a weight is rounded to 2^-11 (float16) or 2^-8 (bfloat16) of itself; the loss, near log(vocab), moves less than that
     np.testing.assert_allclose(
         losses, wide[0], rtol={"float16": 2**-11, "bfloat16": 2**-8}[precision]
     )

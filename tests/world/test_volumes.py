@@ -1,7 +1,7 @@
 """P2, what is moved: each collective's elements and bytes equal the closed form, exactly."""
 
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -79,6 +79,12 @@ def one_step(model, world, stage, M, precision="float32", kind=Heard):
     return zero
 
 
+@cache
+def stepped(model, reduction, stage, M, precision="float32"):
+    """The engine of a model() after `one_step`, for all tests that only read what it booked."""
+    return one_step(model(), world_of(reduction), stage, M, precision)
+
+
 def expected_elements(zero, stage, M):
     """{collective: elements} of the GPT (paper, section 7): 2 gathers, 1 reduction per unit."""
     total = sum(unit.layout.elements for unit in zero.units.values())
@@ -93,7 +99,7 @@ def expected_elements(zero, stage, M):
 @accumulations
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_gpt_moves_the_papers_elements(comm, stage, M, reduction, precision):
-    zero = one_step(gpt(), world_of(reduction), stage, M, precision)
+    zero = stepped(gpt, reduction, stage, M, precision)
     moved = zero.ledger["comm"]
     assert {
         kind: moved[kind]["elements"] for kind in ("all_gather", "reduce_scatter")
@@ -104,7 +110,7 @@ def test_the_gpt_moves_the_papers_elements(comm, stage, M, reduction, precision)
 @accumulations
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_mlp_moves_what_its_printed_schedule_says(comm, stage, M):
-    zero = one_step(mlp(), world_of("ordered"), stage, M)
+    zero = stepped(mlp, "ordered", stage, M)
     gathers, reduces = Counter(), Counter()
     for line in str(zero.schedule).splitlines()[1:]:
         _, _, unit, *verbs = line.replace(",", "").split()
@@ -126,7 +132,7 @@ def test_the_mlp_moves_what_its_printed_schedule_says(comm, stage, M):
 def test_bytes_sent_without_padding_are_the_elements_over_all_ranks(
     comm, stage, model, M, reduction, precision
 ):
-    zero = one_step(model(), world_of(reduction), stage, M, precision)
+    zero = stepped(model, reduction, stage, M, precision)
     itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[precision]
     for kind in ("all_gather", "reduce_scatter"):
         entry = zero.ledger["comm"][kind]
@@ -137,7 +143,7 @@ def test_bytes_sent_without_padding_are_the_elements_over_all_ranks(
 @cases
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_rank_sends_the_others_shards_padding_included(comm, stage, reduction, precision):
-    zero = one_step(gpt(), world_of(reduction), stage, 1, precision)
+    zero = stepped(gpt, reduction, stage, 1, precision)
     itemsize = 4 if precision == "float32" else 2
     padded = sum(unit.layout.padded for unit in zero.units.values())
     sent = padded // comm.size * (comm.size - 1) * itemsize
@@ -167,7 +173,7 @@ def test_all_stages_reduce_a_unit_by_the_same_calls_with_the_same_counts(
 ):
     found = []
     for stage in STAGES:
-        calls = one_step(model(), world_of(reduction), stage, 1, precision).comm.calls
+        calls = stepped(model, reduction, stage, 1, precision).comm.calls
         found.append([call for call in calls if call[0] == "reduce_scatter"])
     assert len(found[0]) == len(unit_names(model()))
     assert found == [found[0]] * 4

@@ -4,6 +4,8 @@ Shapes: b sequences, T positions. Sizes are chosen so that they do not divide: u
 are 1 or 2 mod 3, 4, 5.
 """
 
+from functools import cache
+
 import numpy as np
 
 from models import GPT, MLP, plain_step, unit_of
@@ -136,6 +138,24 @@ class Plain(plain.Plain):
             for unit, layout in self.layouts.items()
             for name, array in named[unit].items()
         }
+
+
+# What several tests compare is computed once. Nobody changes these results.
+
+
+@cache
+def plain_run(model, optimizer, number, steps=3, precision="float32"):
+    """`Plain.run` for a model(), with `number` micro-batches a step: by rank 0 for all ranks, who would compute the same."""
+    world, found = world_of("auto"), None
+    if world.rank == 0:
+        found = Plain(model(), optimizer, precision=precision).run(number, steps)
+    return world.mpi.bcast(found)
+
+
+@cache
+def zero_run(model, reduction, stage, optimizer, accumulate=1, steps=3, policy=None):
+    """`run` of a fresh engine for a model()."""
+    return run(model(), world_of(reduction), stage, optimizer, accumulate, steps, policy)
 
 
 def unit_names(model):
