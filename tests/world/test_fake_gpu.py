@@ -1,5 +1,8 @@
 """The GPU's transports, and the engine, without a GPU: fake_cuda.py says what it can find."""
 
+from functools import cache
+from itertools import product
+
 import numpy as np
 import pytest
 from fake_cuda import Array, Cuda
@@ -311,27 +314,36 @@ def like_the_gpu(world):
     return world
 
 
-@transports
-@reductions
-@pytest.mark.parametrize("model", [gpt, mlp])
-def test_every_stage_on_the_gpu_gives_the_cpus_bits(comm, transport, reduction, model):
+@cache
+def on_the_cpu(model, reduction, stage):
+    return run(like_the_gpu(world_of(reduction)), model(), stage, Policy())
+
+
+def orders_in_turn(shift, every=()):
+    """(stage, order) pairs: the orders take turns over the stages, from another one on for each shift; `every`: all."""
     for stage in (0, 1, 2, 3):
-        expected = run(like_the_gpu(world_of(reduction)), model(), stage, Policy())
-        for late in ORDERS:
-            found = run(
-                gpu_world(transport, late, reduction), model(), stage, Policy(prefetch=int(late[0]))
-            )
-            assert_same_bits(found, expected, (stage, late))
+        for late in ORDERS if stage in every else [ORDERS[(stage + shift) % 3]]:
+            yield stage, late
+
+
+@transports
+@pytest.mark.parametrize(("reduction", "model"), [*product(("mpi", "ordered"), (gpt, mlp))])
+def test_every_stage_on_the_gpu_gives_the_cpus_bits(comm, transport, reduction, model):
+    """By each transport every stage meets every order: with one of the four reductions and models, or two."""
+    shift = 2 * (reduction == "mpi") + (model is gpt)
+    for stage, late in orders_in_turn(shift):
+        policy = Policy(prefetch=int(late[0]))
+        found = run(gpu_world(transport, late, reduction), model(), stage, policy)
+        assert_same_bits(found, on_the_cpu(model, reduction, stage), (stage, late))
 
 
 @transports
 def test_16_bit_stages_on_the_gpu_agree(comm, transport):
     """Activations are of 16 bits there, so the CPU's bits are others; the stages' are the same."""
     expected = run(gpu_world("direct"), gpt(), 0, Policy("bfloat16"), accumulate=1)
-    for stage in (0, 1, 2, 3):
-        for late in ORDERS:
-            found = run(gpu_world(transport, late), gpt(), stage, Policy("bfloat16"), accumulate=1)
-            assert_same_bits(found, expected, (stage, late))
+    for stage, late in orders_in_turn(transport == "direct", every=(3,)):
+        found = run(gpu_world(transport, late), gpt(), stage, Policy("bfloat16"), accumulate=1)
+        assert_same_bits(found, expected, (stage, late))
 
 
 @pytest.mark.parametrize("model", [gpt(), mlp()], ids=["gpt", "mlp"])

@@ -14,16 +14,18 @@ from training import (
     gpt,
     plain_run,
     run,
+    sgd,
     share,
     train,
     world_of,
+    zero_run,
 )
 
 from models import GPT, MLP, Layer, units
 from zmpi import AdamW, Policy, ZeRO
 from zmpi.core.layout import Layout
 
-SIZES = (1, 2, 3, 4, 5, 6)
+SIZES = (1, 2, 3, 4, 5)  # 5 does not divide 192: the norm has other pieces there
 
 stages = pytest.mark.parametrize("stage", STAGES)
 reductions = pytest.mark.parametrize("reduction", ["mpi", "ordered"])
@@ -136,6 +138,16 @@ def test_a_total_of_1_mod_every_size_gives_the_references_training(comm, reducti
     np.testing.assert_allclose(found[0], plain[0], rtol=1e-5)  # P1's figure
     for name, array in plain[2].items():
         np.testing.assert_allclose(found[2][name], array, rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+@pytest.mark.sizes(5)
+def test_stages_agree_in_16_bits_at_5_ranks(comm, precision):
+    for accumulate in (1, 4):
+        first = zero_run(gpt, "auto", 0, sgd(), accumulate, policy=Policy(precision))
+        for stage in STAGES[1:]:
+            found = zero_run(gpt, "auto", stage, sgd(), accumulate, policy=Policy(precision))
+            assert_same_bits(found, first, stage)
 
 
 @stages
