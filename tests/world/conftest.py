@@ -79,19 +79,18 @@ class Manners:
     def pytest_runtest_logstart(self, nodeid):
         if self.rank == 0 and self.started:
             self.note(Path(nodeid.partition("::")[0]).name)
-        seconds = self.limits[nodeid]
-        self.timer = threading.Timer(seconds, self.overdue, (nodeid, seconds))
-        self.timer.daemon = True
-        self.timer.start()
+        self.start_timer(nodeid, self.limits[nodeid])
+
+    def pytest_collection_finish(self):
+        """All ranks meet before the first test: who cannot collect has ended the world by then."""
+        self.start_timer("collection", LIMIT)
+        self.meet()
+        self.timer.cancel()
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self, nodeid):
-        """All ranks meet. A broadcast without receivers would otherwise reach the next test's."""
-        meeting = self.private.Ibarrier()
-        while not meeting.Test():
-            time.sleep(
-                0.001
-            )  # MPI itself would wait in a busy loop, on a core that a slower rank needs
+        """All ranks meet. A broadcast without its receivers would otherwise reach the next test's."""
+        self.meet()
         where = self.private.allgather(nodeid)
         if set(where) != {nodeid}:
             self.end(f"{nodeid}: the ranks are not at the same test: {where}")
@@ -120,6 +119,17 @@ class Manners:
         faulthandler.dump_traceback(self.stderr)
         time.sleep(1 + self.rank * SHARE)
         MPI.COMM_WORLD.Abort(1)
+
+    def start_timer(self, what, seconds):
+        self.timer = threading.Timer(seconds, self.overdue, (what, seconds))
+        self.timer.daemon = True
+        self.timer.start()
+
+    def meet(self):
+        meeting = self.private.Ibarrier()
+        while not meeting.Test():
+            # MPI itself would wait in a busy loop, on a core that a slower rank needs
+            time.sleep(0.001)
 
     def note(self, name):
         """Whoever started this world reads there in which file it ended."""
