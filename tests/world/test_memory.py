@@ -254,7 +254,7 @@ def test_a_running_sum_is_kept_only_where_no_owned_vector_can_hold_it(comm, prec
 )
 def test_nothing_gathered_is_left_after_50_batches_of_evaluation(comm, model, precision):
     """B17. At batches 2 and 50 the peak of gathered vectors and all that NumPy holds are equal."""
-    zero = Watched(model(layers=6), world_of("auto"), 3, adamw(), policy=Policy(precision))
+    zero = Watched(model(layers=3), world_of("auto"), 3, adamw(), policy=Policy(precision))
     zero.train_step(share(zero.model, 1, zero.world, 1))
     batches, peaks = [[batch] for batch in share(zero.model, 2, zero.world, 50, ragged=False)], []
     tracemalloc.start()
