@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from faults.table import AT_ONCE
 from mpirun import run_world
-from test_worlds import SIZES, failures, sizes_of
+from worlds import SIZES, failures, sizes_of
 
 HERE = Path(__file__).parent
 CASES = {
