@@ -36,10 +36,10 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="session", autouse=True)
 def failed(request, tmp_path_factory):
-    """A function of a size: {file: what its world printed} of the files that failed of those in test_worlds.py.
+    """A function of a size: {file: what its world printed} of the files of world/ that failed.
 
-    Their worlds run beside the other tests, from the start, which often leave a core idle; and in a process of their
-    own, which no test can change.
+    Their worlds run beside the other tests, which often leave a core idle, and are started by a
+    process of their own, which no test can change.
     """
     chosen = {}
     for item in request.session.items:

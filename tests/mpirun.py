@@ -70,9 +70,9 @@ def run_world(size, arguments, timeout, **environment):
 
 
 def run_lines(size, folder, lines, command="train", timeout=110):
-    """Run command lines of zmpi.COMMAND one after the other, in one world of `size` ranks: far quicker than a world each.
+    """Run command lines of zmpi.COMMAND one after the other in one world of `size` ranks.
 
-    Returns an entry for each: the ranks' [status, line of error, what was printed otherwise], see refusals.py.
+    Returns an entry for each, see refusals.py: the ranks' [status, line of error, other output].
     """
     file = folder / f"lines-{uuid.uuid4().hex}.json"
     file.write_text(json.dumps([[str(word) for word in line] for line in lines]))
@@ -83,7 +83,7 @@ def run_lines(size, folder, lines, command="train", timeout=110):
 
 
 def assert_refused(size, folder, expected, command="train"):
-    """Each command line of `expected`, {words: texts}, is status 2 and the same line with these texts on all ranks."""
+    """Each line of `expected`, {words: texts}, ends in status 2 and one line with these texts."""
     found = run_lines(size, folder, expected, command)
     wrong = [
         f"{line}: {ranks}"

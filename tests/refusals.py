@@ -1,4 +1,4 @@
-"""Many command lines in one world: refusals.py FILE COMMAND. FILE holds a JSON list of argument lists of zmpi.COMMAND.
+"""Many command lines of zmpi.COMMAND in one world: refusals.py FILE COMMAND (JSON, argument lists).
 
 Each is run on all ranks, in this process. What it ends with is taken where the process's own hook
 would print it; rank 0 prints a JSON list with an entry for each: the ranks' [status, line of error,

@@ -300,7 +300,7 @@ WRONG = [
 
 
 def test_what_cannot_be_done_is_one_line_and_status_2(tmp_path):
-    """B20 and its kind: the flag, what was expected and what came. All in one process; then one as a shell sees it."""
+    """B20: the flag, what was expected and what came. All in one process; one as from a shell."""
     found = run_lines(1, tmp_path, [flags.split() for flags, _ in WRONG])
     wrong = [
         f"{flags}: {ended}"

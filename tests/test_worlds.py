@@ -1,4 +1,4 @@
-"""The files of world/ in small MPI worlds, at 1 to 4 ranks or at those that a file names in SIZES; see conftest.py."""
+"""The files of world/ in small MPI worlds, on 1 to 4 ranks or on their own SIZES: see worlds.py."""
 
 import pytest
 from worlds import FILES, sizes_of

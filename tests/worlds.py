@@ -1,7 +1,7 @@
-"""The files of world/: at which numbers of ranks each runs, and how they are run, many in one world.
+"""The files of world/: on which numbers of ranks they run, and running many in one world.
 
-`worlds.py FOLDER CHOSEN`, with CHOSEN a JSON list of [size, files], runs them size by size; FOLDER gets SIZE.json with
-the failures of each as soon as it is done.
+`worlds.py FOLDER CHOSEN`, with CHOSEN a JSON list of [size, files], runs them size by size; as
+soon as a size is done, FOLDER gets SIZE.json with its failures.
 """
 
 import ast
@@ -17,7 +17,7 @@ FILES = sorted((Path(__file__).parent / "world").glob("test_*.py"))
 
 
 def sizes_of(file):
-    """The module-level constant SIZES of a test file, read without importing it (that would start MPI here)."""
+    """A test file's module-level SIZES, read without importing it (that would start MPI)."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [
             "SIZES"
@@ -27,9 +27,9 @@ def sizes_of(file):
 
 
 def failures(size, files, folder):
-    """{file: what its world printed} of the files that failed on `size` ranks; all are started in one world.
+    """{file: what its world printed} of the files that failed on `size` ranks.
 
-    What fails ends its world: the files after it run in a new one.
+    All are started in one world. What fails ends it: the files after it run in a new one.
     """
     found, started = {}, folder / f"started-{size}"
     while files:

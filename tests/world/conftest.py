@@ -89,7 +89,7 @@ class Manners:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self, nodeid):
-        """All ranks meet. A broadcast without its receivers would otherwise reach the next test's."""
+        """All ranks meet. A broadcast without receivers would otherwise reach the next test's."""
         self.meet()
         where = self.private.allgather(nodeid)
         if set(where) != {nodeid}:

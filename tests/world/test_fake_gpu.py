@@ -320,7 +320,7 @@ def on_the_cpu(model, reduction, stage):
 
 
 def orders_in_turn(shift, every=()):
-    """(stage, order) pairs: the orders take turns over the stages, from another one on for each shift; `every`: all."""
+    """(stage, order) pairs: orders take turns, beginning with `shift`; all at stages in `every`."""
     for stage in (0, 1, 2, 3):
         for late in ORDERS if stage in every else [ORDERS[(stage + shift) % 3]]:
             yield stage, late
@@ -329,7 +329,7 @@ def orders_in_turn(shift, every=()):
 @transports
 @pytest.mark.parametrize(("reduction", "model"), [*product(("mpi", "ordered"), (gpt, mlp))])
 def test_every_stage_on_the_gpu_gives_the_cpus_bits(comm, transport, reduction, model):
-    """By each transport every stage meets every order: with one of the four reductions and models, or two."""
+    """By each transport every stage meets every order, with one reduction and model or two."""
     shift = 2 * (reduction == "mpi") + (model is gpt)
     for stage, late in orders_in_turn(shift):
         policy = Policy(prefetch=int(late[0]))

@@ -43,7 +43,8 @@ def test_the_norm_is_the_references_at_every_size_and_stage(comm, model, reducti
         zero.train_step(share(zero.model, 1, zero.world, 12 // comm.size))
         assert zero.last.grad_norm == pytest.approx(norm, rel=1e-5)
         expected = 0.1 * min(norm, clip or norm)
-        # the change is a difference of float32 weights of about 1: each is rounded to 6e-8, of changes of about 1e-3
+        # the change is a difference of float32 weights of about 1: each is rounded to 6e-8, of
+        # changes of about 1e-3
         assert change(before, copied(zero)) == pytest.approx(expected, rel=1e-3)
 
 
@@ -157,7 +158,7 @@ SMALL = GPT(layers=1, width=12, heads=3, context=5, vocab=19)
 
 @cache
 def sixteen_at_once():
-    """The batches of 5 steps, each in one piece; the plain loop's [(loss, norm) of each step] and parameters."""
+    """The batches of 5 steps; the plain loop's [(loss, norm) of each step] and parameters."""
     plain, batches = (
         Plain(SMALL, SGD(lr=0.1)),
         [micro_batch(SMALL, n, 0, b=16) for n in range(1, 6)],
@@ -169,7 +170,7 @@ def sixteen_at_once():
 @reductions
 @pytest.mark.sizes(1, 2, 4)
 def test_accumulation_divides_nothing_twice(comm, reduction, stage):
-    """A global batch of 16 sequences as accumulate x size micro-batches: 1, 2, 4 and 8 (at most 16 in all) train the same."""
+    """16 sequences in accumulate x size micro-batches (1 to 16 in all) train the same."""
     whole, expected, parameters = sixteen_at_once()
     for accumulate in [number for number in (1, 2, 4, 8) if number * comm.size <= 16]:
         zero = ZeRO(SMALL, world_of(reduction), stage, SGD(lr=0.1))

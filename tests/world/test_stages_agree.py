@@ -175,7 +175,8 @@ def test_prefetch_and_recompute_change_no_bit_in_16_bits(comm, precision):
 def test_16_bits_follow_float32_at_their_own_precision(comm, precision):
     wide = plain_run(gpt, adamw(), 2 * comm.size)
     losses, _, _ = zero_run(gpt, "auto", 3, adamw(), 2, policy=Policy(precision))
-    # a weight is rounded to 2^-11 (float16) or 2^-8 (bfloat16) of itself; the loss, near log(vocab), moves less than that
+    # a weight is rounded to 2^-11 (float16) or 2^-8 (bfloat16) of itself; the loss, near
+    # log(vocab), moves less than that
     np.testing.assert_allclose(
         losses, wide[0], rtol={"float16": 2**-11, "bfloat16": 2**-8}[precision]
     )

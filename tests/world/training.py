@@ -145,7 +145,7 @@ class Plain(plain.Plain):
 
 @cache
 def plain_run(model, optimizer, number, steps=3, precision="float32"):
-    """`Plain.run` for a model(), with `number` micro-batches a step: by rank 0 for all ranks, who would compute the same."""
+    """`Plain.run` for a model() with `number` micro-batches a step, computed by rank 0 for all."""
     world, found = world_of("auto"), None
     if world.rank == 0:
         found = Plain(model(), optimizer, precision=precision).run(number, steps)
