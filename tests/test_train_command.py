@@ -23,18 +23,19 @@ FLAGS = words("""
 --accumulate --steps --seed --optimizer --lr --warmup --schedule --decay-steps --weight-decay
 --beta1 --beta2 --eps --momentum --clip --loss-scale --loss-scale-window --device --transport
 --reduction --prefetch --recompute --eval-every --log --checkpoint --save-every --keep --resume
---init-from --trace --timeout --comm --help --version
+--init-from --trace --timeout --group --comm --help --version
 """)
 
 HEADER = words("""
 zmpi argv size stage parameters unit_sizes padded_unit_sizes recipe micro_batch accumulate threads
-device mpi transport reduction data
+device mpi transport reduction data group
 """)
 STEP = words(
     "step loss grad_norm lr tokens step_s tokens_per_s optimizer_t loss_scale skipped comm memory"
 )
 COMM = ["all_gather", "reduce_scatter", "all_reduce", "other"]
 MOVED = ["calls", "elements", "bytes_sent", "padding_bytes", "blocked_s"]
+MOVED += ["elements_between", "bytes_between", "padding_between"]
 MEMORY = ["parameters", "gradients", "optimizer", "full_peak", "work", "peak"]
 
 
@@ -266,7 +267,7 @@ WRONG = [
     ("--width 64 --heads 0", "--heads: expected a whole number of at least 1, got 0"),
     ("--width 64 --heads -2", "--heads: expected a whole number of at least 1, got -2"),
     ("--model mlp --heads 2", "--heads: 2 given, but --model mlp has no attention"),
-    ("--stage 4", "--stage: invalid choice: 4"),
+    ("--stage 4", "--stage: expected 0, 1, 2 or 3, or INSIDE,OUTSIDE; got 4"),
     ("--stag 3", "--stag: no such flag"),
     ("--seed -1", "--seed: expected a whole number of at least 0, got -1"),
     ("--warmup -1", "--warmup: expected a whole number of at least 0, got -1"),

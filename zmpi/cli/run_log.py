@@ -153,7 +153,6 @@ def header(zero, args, argv, data):
         "argv": list(argv),
         "size": zero.world.size,
         "stage": zero.stage.number,
-        "group": zero.comm.sizes[0] if len(zero.comm.sizes) > 1 else None,
         "parameters": sum(layout.elements for layout in layouts),
         "unit_sizes": {layout.name: layout.elements for layout in layouts},
         "padded_unit_sizes": {layout.name: layout.padded for layout in layouts},
@@ -166,4 +165,5 @@ def header(zero, args, argv, data):
         "transport": zero.world.transport,
         "reduction": zero.comm.reduction,
         "data": {"source": args.data, **data},
+        "group": zero.comm.sizes[0] if len(zero.comm.sizes) > 1 else None,
     }
