@@ -312,7 +312,9 @@ def test_what_cannot_be_done_is_one_line_and_status_2(tmp_path):
     ended = alone("--stage", 4)
     assert (ended.returncode, ended.stdout) == (2, "")
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("zmpi.train: error: --stage: invalid choice: 4")
+    assert line.startswith(
+        "zmpi.train: error: --stage: expected 0, 1, 2 or 3, or INSIDE,OUTSIDE; got 4"
+    )
 
 
 def test_a_text_shorter_than_the_context_is_one_error_and_nothing_is_written(tmp_path):
