@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from shapes import SHAPES
+from shapes import shape_of
 
 HERE = Path(__file__).resolve().parent
 STAGES = (0, 1, 2, 3)
@@ -29,11 +29,12 @@ RATES = "unshaped,1gbit,100mbit"
 
 def parser():
     flags = argparse.ArgumentParser(prog="network.py", description=__doc__.split("\n")[0])
-    flags.add_argument("--shape", choices=SHAPES, default="S", help="default: S")
+    flags.add_argument("--shape", default="S", help="S, M or L, or S,micro_batch=2; default: S")
     flags.add_argument("--rates", default=RATES, help=f"default: {RATES}")
     flags.add_argument("--delays", default="", help="each way, as tc writes it; needs netem")
     flags.add_argument("--nodes", type=int, default=2)
     flags.add_argument("--ppn", type=int, default=2, help="ranks per node; default: 2")
+    flags.add_argument("--pairs", default="", help="of stages within and between nodes: '3,1 3,3'")
     flags.add_argument("--steps", type=int, default=7, help="timed steps per stage; default: 7")
     flags.add_argument("--percent", type=float, default=20, help="default: 20")
     flags.add_argument("--out", type=Path, default=Path("network"), help="default: network")
@@ -82,6 +83,7 @@ def measured(options, folder, rate):
     """One bandwidth: {"rate", "mbit" (that the doctor saw between nodes), "stages": [row, ...]}."""
     doctor, bench, rows = (folder / f"{what}-{rate}.json" for what in ("doctor", "bench", "rows"))
     worker = [str(HERE / "network_worker.py"), options.shape, str(options.steps), str(rows)]
+    worker += [str(options.ppn), *options.pairs.split()]
     flags = [*model_flags(options), "--steps", str(options.steps), "--json", str(bench)]
     for command in (
         ["-m", "zmpi.doctor", "--json", str(doctor)],
@@ -89,6 +91,11 @@ def measured(options, folder, rate):
         worker,
     ):
         in_box(options, rate, command)
+    found = json.loads(bench.read_text())["stages"]
+    if options.pairs:
+        grouped = ["--group", str(options.ppn), "--stages", options.pairs]
+        in_box(options, rate, ["-m", "zmpi.bench", *flags, *grouped])
+        found += json.loads(bench.read_text())["stages"]
     links = json.loads(doctor.read_text())
     between = links["parts"].get("between nodes", links["links"])["all_gather"]
     counted = {row["stage"]: row for row in json.loads(rows.read_text())}
@@ -101,7 +108,7 @@ def measured(options, folder, rate):
             "peak_bytes": max(row["resident_peak"]),
             **counted[row["stage"]],
         }
-        for row in json.loads(bench.read_text())["stages"]
+        for row in found
     ]
     fastest = max(sent / seconds for sent, seconds in between)
     return {"rate": rate, "mbit": fastest * 8 / 1e6, "stages": stages}
@@ -109,7 +116,7 @@ def measured(options, folder, rate):
 
 def model_flags(options):
     """The shape, as zmpi.bench and zmpi.plan take it."""
-    shape = SHAPES[options.shape]
+    shape = shape_of(options.shape)
     sizes = ("layers", "width", "heads", "context", "vocab", "micro_batch")
     return [
         word
@@ -125,11 +132,15 @@ def predicted(options, folder, rate):
     """
     ranks = ["--ranks", str(options.nodes * options.ppn), "--precision", "float32"]
     files = ["--calibrate", folder / "calibrate.json", "--doctor", folder / f"doctor-{rate}.json"]
-    command = ["zmpi.plan", *model_flags(options), *ranks, *files, "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", *map(str, command)], capture_output=True, text=True, check=True
-    )
-    return {row["stage"]: row["step_s"][1] for row in json.loads(done.stdout)["stages"]}
+    guesses = {}
+    for grouped in ([], ["--group", options.ppn])[: 2 if options.pairs else 1]:
+        command = ["zmpi.plan", *model_flags(options), *ranks, *grouped, *files, "--json"]
+        done = subprocess.run(
+            [sys.executable, "-m", *map(str, command)], capture_output=True, text=True, check=True
+        )
+        rows = json.loads(done.stdout)["stages"]
+        guesses |= {row["stage"]: row["step_s"][1] for row in rows}
+    return guesses
 
 
 def table(points):
@@ -140,7 +151,7 @@ def table(points):
         for row in point["stages"]:
             guess, step, wire = point["predicted"][row["stage"]], row["step_s"], row["wire_bytes"]
             lines.append(
-                f"{point['rate']:10} {row['stage']:5}  {step * 1e3:7.0f}  {guess * 1e3:9.0f}"
+                f"{point['rate']:10} {row['stage']!s:>5}  {step * 1e3:7.0f}  {guess * 1e3:9.0f}"
                 f"  {guess / step - 1:+4.0%}  {row['blocked_share']:7.0%}"
                 f"  {row['peak_bytes'] / 1e6:7.0f}  {wire / 1e6:14.2f}"
                 f"  {wire / row['least_bytes']:8.2f}  {wire / row['ledger_bytes']:9.2f}"

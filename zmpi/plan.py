@@ -235,13 +235,13 @@ def _speed(args):
     if args.calibrate:
         if args.flops or args.bandwidth:
             raise UsageError("--calibrate: gives both speeds; leave out --flops and --bandwidth")
-        links = None
+        links = {}
         if args.doctor:
             what = "zmpi.doctor on at least 2 ranks"
             links = _measured("--doctor", args.doctor, links_of, what)
         what = "zmpi.bench on at least 2 ranks, with a stage that did not fail"
         speed = _measured("--calibrate", args.calibrate, speed_of, what)
-        return replace(speed, links=links)
+        return replace(speed, **links)
     if (args.flops is None) != (args.bandwidth is None):
         raise UsageError("--bandwidth: a step's time needs --flops too, got only one of the two")
     return Speed(args.flops, *args.bandwidth) if args.flops else None

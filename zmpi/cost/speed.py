@@ -17,6 +17,8 @@ from itertools import pairwise
 from math import inf, isfinite
 from statistics import mean, median
 
+from zmpi.cost.links import BETWEEN, WITHIN
+
 COMPUTE_TERMS = ("layers", "update", "ends", "Python")
 
 
@@ -32,6 +34,7 @@ class Speed:
     visit_s: float = 0.0  # seconds per visit
     skew: float = 0.0  # seconds waited per second of computing
     links: dict | None = None  # {collective: [(bytes sent per call, seconds), ...]}, increasing
+    parts: tuple = ()  # the same within a node and between nodes, for the axes of groups
 
     def terms(self, walk):
         """{term: seconds} of a step."""
@@ -60,7 +63,13 @@ class Speed:
         """Seconds of all calls in one ledger entry."""
         if not entry.bytes_sent:
             return 0.0
-        points = (self.links or {}).get(_collective(walk, kind))
+        name, axes = _collective(walk, kind), len(walk.stage.stages)
+        if axes > 1 and self.parts and kind != "all_reduce":
+            calls = entry.calls / axes  # both cut a unit into nearly as many chunks
+            sent = entry.bytes_sent - entry.bytes_between, entry.bytes_between
+            pairs = zip(sent, self.parts, strict=True)
+            return sum(calls * along(part[name], nbytes / calls) for nbytes, part in pairs)
+        points = (self.links or {}).get(name)
         if not points:
             outer = entry.bytes_between / (self.between or self.bandwidth)
             return (entry.bytes_sent - entry.bytes_between) / self.bandwidth + outer
@@ -131,16 +140,22 @@ def _of_stage(row):
 
 
 def links_of(report):
-    """{collective: [(bytes sent per call, seconds), ...]} from a doctor's JSON.
+    """The `links` and `parts` of a Speed, from a doctor's JSON.
 
     Raises ValueError, TypeError, KeyError or another error if the JSON is not a doctor's.
     """
-    links = {}
-    for name, points in report["links"].items():
-        links[name] = sorted((float(nbytes), float(seconds)) for nbytes, seconds in points)
-        if not links[name] or any(not (0 < x < inf) for point in links[name] for x in point):
+    apart = report.get("parts", {})
+    parts = [_points(apart[name]) for name in (WITHIN, BETWEEN) if name in apart]
+    return {"links": _points(report["links"]), "parts": tuple(parts if len(parts) == 2 else ())}
+
+
+def _points(links):
+    found = {}
+    for name, points in links.items():
+        found[name] = sorted((float(nbytes), float(seconds)) for nbytes, seconds in points)
+        if not found[name] or any(not (0 < x < inf) for point in found[name] for x in point):
             raise ValueError(name)
-    return links
+    return found
 
 
 def ranks_that_pay(setting, stage, speed):
