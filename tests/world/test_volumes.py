@@ -157,7 +157,7 @@ def test_the_ledger_counts_the_bytes_that_mpi_was_given(comm):
     for reduction in ("mpi", "ordered"):
         zero = one_step(gpt(), world_of(reduction), 3, 2)
         handed = {"Iallgather": 0, "Alltoall": 0, "Reduce_scatter_block": 0}
-        for name, count, size in zero.comm.mpi.calls:
+        for name, count, size in zero.comm.axes[0].mpi.calls:
             handed[name] += count * size * (comm.size - 1)
         moved = zero.ledger["comm"]
         assert handed["Iallgather"] == moved["all_gather"]["bytes_sent"]
@@ -175,7 +175,7 @@ def test_all_stages_reduce_a_unit_by_the_same_calls_with_the_same_counts(
 ):
     found = []
     for stage in STAGES:
-        calls = stepped(model, reduction, stage, 1, precision).comm.calls
+        calls = stepped(model, reduction, stage, 1, precision).comm.axes[0].calls
         found.append([call for call in calls if call[0] == "reduce_scatter"])
     assert len(found[0]) == len(unit_names(model()))
     assert found == [found[0]] * 4
@@ -186,7 +186,7 @@ def test_no_other_collective_carries_gradients(comm):
     for stage in STAGES:
         for reduction in ("mpi", "ordered"):
             zero = one_step(gpt(), world_of(reduction), stage, 2)
-            used = {name for name, _, _ in zero.comm.mpi.calls}
+            used = {name for name, _, _ in zero.comm.axes[0].mpi.calls}
             assert used == {
                 "Iallgather",
                 "Alltoall" if reduction == "ordered" else "Reduce_scatter_block",
@@ -223,7 +223,7 @@ def test_a_small_chunk_limit_changes_no_bit_and_no_volume(comm, reduction, preci
 def test_no_chunk_is_larger_than_its_limit(comm):
     for reduction in ("mpi", "ordered"):
         zero = one_step(gpt(), world_of(reduction), 3, 1, kind=heard_in_chunks(1000))
-        sizes = [count * size for _, count, size in zero.comm.mpi.calls]
+        sizes = [count * size for _, count, size in zero.comm.axes[0].mpi.calls]
         assert max(sizes) * comm.size <= 1000
         assert len(sizes) > 3 * len(zero.units)
 
