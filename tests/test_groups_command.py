@@ -75,7 +75,7 @@ def test_wrong_groups_and_stages_are_one_line(tmp_path):
     }
     path = tmp_path / "lines.json"
     path.write_text(json.dumps([[*SMALL, *line.split()] for line in lines]))
-    world = run_world(4, [ROOT / "tests/refusals.py", path], timeout=100)
+    world = run_world(4, [ROOT / "tests/refusals.py", path, "train"], timeout=100)
     assert world.status == 0, world.output
     for ranks, expected in zip(json.loads(world.output), lines.values(), strict=True):
         assert ranks == [[2, expected, ""]] * 4

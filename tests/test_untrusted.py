@@ -12,6 +12,7 @@ from models import GPT, units
 from zmpi import export, generate, train
 from zmpi.cli import resume
 from zmpi.core.layout import Layout
+from zmpi.core.stages import STAGES
 from zmpi.process.errors import UsageError
 from zmpi.process.files import JSON_BYTES, read_file
 from zmpi.saving import pretrained
@@ -168,7 +169,7 @@ def test_a_class_of_ones_own_is_never_saved_and_never_taken(checkpoint, name):
     args = PARSER.parse_args([])
     setattr(args, name, "/else/where.py:Good")
     zero = SimpleNamespace(model=MODEL, optimizer=train.build_optimizer(PARSER.parse_args([])),
-                           world=SimpleNamespace(size=3), step=4)  # fmt: skip
+                           world=SimpleNamespace(size=3), stage=STAGES[3], step=4)  # fmt: skip
     text = SimpleNamespace(fingerprint={"tokens": 1})
     described = json.dumps(resume.describe_run(args, zero, text))
     assert "where.py" not in described and f'"{name}": "Good"' in described

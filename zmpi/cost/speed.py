@@ -63,8 +63,9 @@ class Speed:
         """Seconds of all calls in one ledger entry."""
         if not entry.bytes_sent:
             return 0.0
-        name, axes = _collective(walk, kind), len(walk.stage.stages)
-        if axes > 1 and self.parts and kind != "all_reduce":
+        name = _collective(walk, kind)
+        if self.parts and kind != "all_reduce" and len(walk.stage.stages) > 1:
+            axes = len(walk.stage.stages)
             calls = entry.calls / axes  # both cut a unit into nearly as many chunks
             sent = entry.bytes_sent - entry.bytes_between, entry.bytes_between
             pairs = zip(sent, self.parts, strict=True)
