@@ -25,8 +25,8 @@ FLOORS = (
     {"saving": "rules schema blocks manifest compared found folder checkpoint pretrained"},
     {"core": "stages formulas layout schedule mesh owned gradient unit step engine"},
     {
-        "cost": """counted watch probes trace turns dryrun memory_limit estimate speed measure
-                   links paper bench_table plan_tables by_formula pictures page""",
+        "cost": """counted watch probes trace turns dryrun memory_limit estimate links speed measure
+                   paper bench_table plan_tables by_formula pictures page""",
         "proof": """rows trial outcome plain textbook walks messages sequences gradients training
                     updates accounts lifetimes saved conduct""",
     },

@@ -9,6 +9,7 @@ from zmpi.core.stages import STAGES
 from zmpi.cost.paper import largest_model
 from zmpi.cost.speed import Speed
 from zmpi.course.case import Case, Fault, Idea, Task
+from zmpi.messages.ledger import Moved
 from zmpi.numbers.precision import RECIPES
 
 _CLOSE = 5e-3  # relative: what the questions allow
@@ -40,7 +41,7 @@ def answers():
     sent = moved(3, 1) * _OURS.parameter.itemsize * 15 / 16
     speed = Speed(flops=1e14, bandwidth=1e10)
     counts = {"flops": 6e9, "updated": 0, "moved": 0, "visits": 0}  # of one token
-    messages = [("all_gather", SimpleNamespace(bytes_sent=sent))]
+    messages = [("all_gather", Moved(bytes_sent=sent))]
     token = SimpleNamespace(counts=counts, messages=messages)
     return {
         1: state(1, 10**9, 8, _OURS),
