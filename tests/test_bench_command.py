@@ -154,7 +154,8 @@ def test_the_doctor_ends_in_a_verdict_and_writes_what_the_planner_reads(tmp_path
     assert "thread level" in text and "16,384 KiB" in text and "not aware" in text
     report = json.loads((tmp_path / "x.json").read_text())
     assert [rank["node"] for rank in report["ranks"]] == [0, 0, 0] and report["parts"] == {}
-    for points in links_of(report).values():  # to two others a third each, rounded up
+    assert links_of(report)["parts"] == ()  # one node
+    for points in links_of(report)["links"].values():  # to two others a third each, rounded up
         for (sent, _), elements in zip(points, VECTOR_ELEMENTS, strict=True):
             assert 0 <= sent - 2 * 4 * elements / 3 < 2 * SHARD_ALIGNMENT
 

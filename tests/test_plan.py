@@ -280,6 +280,23 @@ def test_a_plan_prints_the_terms_of_a_bench_and_a_doctor(capsys, tmp_path):
     assert "500.0 us per element that a rank updates" in text
 
 
+def test_pairs_of_stages_take_a_doctors_figures_within_and_between_nodes(capsys, tmp_path):
+    """Seconds per byte here: 1 within a node, 100 between nodes, whatever the size of a call."""
+    names = "all_gather", "reduce_scatter_mpi", "reduce_scatter_ordered"
+    slow, quick = ({name: [[1, each], [2, 2 * each]] for name in names} for each in (100, 1))
+    parts = {"within node 0": quick, "between nodes": slow}
+    (tmp_path / "bench.json").write_text(json.dumps({"stages": [ROW]}))
+    (tmp_path / "doctor.json").write_text(json.dumps({"links": quick, "parts": parts}))
+    flags = f"--calibrate {tmp_path}/bench.json --doctor {tmp_path}/doctor.json --json"
+    model = "--layers 2 --width 64 --ranks 4 --group 2 --precision float32 "
+    for row in json.loads(said(model + flags, capsys))["stages"]:
+        gathers, reduces, scalars = row["comm"].values()
+        between = gathers["bytes_between"] + reduces["bytes_between"]
+        within = gathers["bytes_sent"] + reduces["bytes_sent"] - between
+        expected = within + 100 * between + scalars["bytes_sent"]
+        assert row["terms_s"]["messages"] == pytest.approx(expected), row["stage"]
+
+
 def test_times_lie_on_straight_lines_between_the_measured_sizes():
     points = [(10, 1.0), (20, 2.0), (40, 8.0)]
     assert [along(points, n) for n in (5, 10, 15, 30, 40, 60)] == [0.5, 1.0, 1.5, 5.0, 8.0, 14.0]
