@@ -56,6 +56,7 @@ class Walk:
         self.schedule, self.reduce_each = run.schedule, run.comm.ordered
         self.unit_sizes = {name: unit.layout.elements for name, unit in run.units.items()}
         self.padded = {name: unit.layout.padded for name, unit in run.units.items()}
+        self.sizes = run.comm.sizes  # of the axes, inner first
         self.messages = [(kind, entry) for (kind, _), entry in ledger.moved.items()]
         self.updated = sum(len(unit.parameters.updated) for unit in run.units.values())
         self.visits = len(run.schedule) * micro_batches

@@ -67,7 +67,9 @@ class Speed:
         if self.parts and kind != "all_reduce" and len(walk.stage.stages) > 1:
             axes = len(walk.stage.stages)
             calls = entry.calls / axes  # both cut a unit into nearly as many chunks
-            sent = entry.bytes_sent - entry.bytes_between, entry.bytes_between
+            # The doctor timed one rank per node; here all ranks of a group share its link.
+            between = entry.bytes_between * walk.sizes[0]
+            sent = entry.bytes_sent - entry.bytes_between, between
             pairs = zip(sent, self.parts, strict=True)
             return sum(calls * along(part[name], nbytes / calls) for nbytes, part in pairs)
         points = (self.links or {}).get(name)
