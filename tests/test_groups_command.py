@@ -43,6 +43,9 @@ def test_a_run_in_groups_says_so_and_goes_on_at_another_placement(tmp_path):
     assert (header["stage"], header["group"]) == ("3,1", 2)
     assert first["comm"]["all_gather"]["elements_between"] == header["parameters"]
     flags = ["--resume", "--checkpoint", folder, "--device", "cpu", "--steps", "4"]
+    train(4, *flags[:-1], "3", "--log", two)  # the groups and stages are the checkpoint's
+    header = steps(two)[0]
+    assert (header["stage"], header["group"]) == ("3,1", 2)
     train(4, *flags, "--log", two, "--group", "2", "--stage", "3,3")
     train(4, *[*grouped[:-1], "--steps", "4", "--decay-steps", "99"], "--log", whole)
     losses = [

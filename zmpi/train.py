@@ -17,12 +17,13 @@ from zmpi.cli.own import FileClass, leave_defaults
 from zmpi.cli.progress import NothingTrained, Progress
 from zmpi.cli.report import opening, summary
 from zmpi.cli.run_log import LogLost, RunLog, open_log
-from zmpi.cli.start import engine_of, refuse_different_texts, start_command
+from zmpi.cli.start import WORLD, engine_of, refuse_different_texts, start_command
 from zmpi.cli.train_flags import add_train_flags, check_outputs, refuse
 from zmpi.core.step import Stopped
 from zmpi.cost.memory_limit import refuse_beyond_limit
 from zmpi.cost.trace import Trace, open_trace, write_trace
 from zmpi.cost.watch import watched
+from zmpi.messages.world import World
 from zmpi.numbers.precision import Policy
 from zmpi.process.errors import Agreed, UsageError
 from zmpi.process.streams import check_printed
@@ -53,8 +54,12 @@ def _run(args, world, argv, held):
     """From the flags to the summary."""
     keeper = _keeper(args, world, held, make=False) if args.resume else None
     manifest = find(args.checkpoint, world) if args.resume else None
+    group = args.group
     with world.agreed():
         _take_settings(args, world, argv, manifest)
+    if args.group != group:  # the checkpoint's
+        world = World(**{name: getattr(args, name) for name in WORLD})
+    with world.agreed():
         model = build_model(args)
         text = load_text(args.data, model.context, model.vocab, world.rank, world.size)
     refuse_different_texts(world, text)
