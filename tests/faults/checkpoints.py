@@ -241,8 +241,11 @@ def flips(count, seed=0):
         damaged[position // 8] ^= 1 << position % 8
         file.write_bytes(good[: position // 8] if cut else damaged)
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        ranks = (1, 2, RANKS)[trial % 3]
+        flat = ["--group", "1", "--stage", "3"] if "--group" in MODEL and ranks < RANKS else []
         resumed = train(
-            1 + trial % RANKS,
+            ranks,
+            *flat,
             "--checkpoint",
             folder,
             "--resume",
