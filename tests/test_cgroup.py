@@ -131,7 +131,7 @@ def test_a_memory_limit_is_named_instead_of_the_machines_memory(tmp_path):
 def test_a_step_that_does_not_fit_into_the_limit_is_refused(monkeypatch):
     """By its peak, gathered weights and activations included: the state alone would fit."""
     model, world = MLP(1, 300, 8, 200), SimpleNamespace(size=2, rank=0, reduction="auto")
-    world.device, world.axes = SimpleNamespace(name="cpu"), (world,)
+    world.device, world.group = SimpleNamespace(name="cpu"), None
     batch = 5, 1  # sequences, micro-batches
     monkeypatch.setenv("MPI_LOCALNRANKS", "2")
     monkeypatch.setattr(limit_of_a_step, "anonymous_bytes", lambda: 40 * MEBI)

@@ -174,6 +174,14 @@ def test_ten_placements_of_a_number_of_parameters(capsys):
     assert "stage 3,1  4.655e+10" in text and "every unit is gathered twice" in text
 
 
+def test_one_group_of_all_ranks_has_ten_placements_and_groups_of_one_are_none(capsys):
+    model = "--layers 2 --width 64 --ranks 4 --precision float32 --json "
+    rows = json.loads(said(f"{model} --group 4", capsys))["stages"]
+    assert len(rows) == 10
+    assert all(row["comm"]["reduce_scatter"]["bytes_between"] == 0 for row in rows)
+    assert said(f"{model} --group 1", capsys) == said(model, capsys)
+
+
 def test_two_bandwidths_choose_the_placement_with_the_shortest_step_that_fits(capsys):
     model = "--layers 2 --ranks 4 --group 2 --precision float32 --accumulate 3 --flops 1e10"
     rows = json.loads(said(f"{model} --bandwidth 1e9,1e7 --json", capsys))["stages"]
@@ -323,6 +331,7 @@ BAD = {
     "--layers 2 --ranks 4 --group 3": "--group: expected a number that divides --ranks 4, got 3",
     "--layers 2 --ranks 4 --flops 1 --bandwidth 1,2,3": "--bandwidth: expected one or two numbers",
     "--params 1e9 --ranks 4 --accumulate 2": "--accumulate: needs a model",
+    "--params 1e9 --ranks 4 --group 1 --accumulate 2": "--accumulate: needs a model",
     "--layers 2 --rank 4": "--rank",
     "--params 1e9 --ranks 4 --width 64": "--width: needs a model",
     "--params 1e9 --ranks 4 --recompute": "--recompute: needs a model",

@@ -93,7 +93,7 @@ def _stages(text, axes):
 
 def _points(args, world):
     """What each run of the sweep changes; [{}], no change, without --sweep."""
-    if args.sweep == "ranks" and len(world.axes) > 1:
+    if args.sweep == "ranks" and world.group:
         raise ValueError("--sweep: ranks cannot be combined with --group")
     if args.sweep == "ranks":
         return [
@@ -153,7 +153,7 @@ def _bench(args, world, stages, point):
             "parameters": parameter_count(model),
             "recipe": workload.policy.recipe.bytes_per_parameter(len(workload.optimizer.moments)),
             "size": part.size,
-            "group": part.axes[0].size if len(part.axes) > 1 else None,
+            "group": part.group,
             "micro_batch": workload.batches.micro_batch,
             "accumulate": args.accumulate,
             "optimizer": args.optimizer,

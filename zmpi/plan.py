@@ -7,8 +7,8 @@ from dataclasses import replace
 from zmpi.cli.model_flags import add_model_flags, build_model
 from zmpi.cli.options import Parser, alone, file_name, named_as_flags, real, whole
 from zmpi.cli.shared_flags import add_shared
-from zmpi.core.formulas import placements
-from zmpi.cost.by_formula import axis_sizes, formula_rows, formula_table, largest_table, moved_note
+from zmpi.core.formulas import axis_sizes, placements
+from zmpi.cost.by_formula import formula_rows, formula_table, largest_table, moved_note
 from zmpi.cost.estimate import Setting, largest_fitting
 from zmpi.cost.paper import both_tables, largest_model
 from zmpi.cost.plan_tables import fits_table, memory_table, moved_table, name_of, times_table
@@ -111,9 +111,10 @@ def answer(args):
         )
     if args.layers is not None:
         return _of_model(args)
+    grouped = len(axis_sizes(args.ranks, args.group)) > 1
     _only(
         given,
-        (*FORMULA, *(("group", "accumulate", "reduction") if args.group else ())),
+        (*FORMULA, "group", *(("accumulate", "reduction") if grouped else ())),
         "needs a model; use --layers instead of --params",
     )
     return _of_formula(args)
@@ -198,7 +199,7 @@ def _of_model(args):
     parts = [f"{_opening(walks[0].elements, args, recipe)}\n{_run(args)}", memory_table(walks)]
     parts += [fits_table(limits, args.memory, placed)] if limits else []
     parts += [times_table(walks, turning, speed)] if speed else []
-    parts += [_shortest(walks, speed, args.memory)] if speed and args.group else []
+    parts += [_shortest(walks, speed, args.memory)] if speed and len(placed[0].stages) > 1 else []
     parts += [moved_table(walks, args.accumulate)] if args.dry_run else []
     return "\n\n".join(parts)
 

@@ -165,5 +165,5 @@ def header(zero, args, argv, data):
         "transport": zero.world.transport,
         "reduction": zero.comm.reduction,
         "data": {"source": args.data, **data},
-        "group": zero.comm.sizes[0] if len(zero.comm.sizes) > 1 else None,
+        "group": zero.world.group,
     }

@@ -6,6 +6,11 @@ from types import SimpleNamespace
 from zmpi.core.stages import STAGES, Placement
 
 
+def axis_sizes(ranks, group):
+    """The sizes of the world's axes, inner first. `group`: ranks per group; 1, None: none."""
+    return (ranks,) if group in (None, 1) else (group, ranks // group)
+
+
 def placements(axes):
     """Every Placement on a world of one or two axes: the four stages, or ten pairs."""
     if axes == 1:

@@ -9,11 +9,6 @@ KINDS = ("parameters", "gradients", "optimizer", "total")
 MOVED_KEYS = {"elements": "elements within", "elements_between": "between"}
 
 
-def axis_sizes(ranks, group):
-    """The sizes of the world's axes, inner first. `group`: ranks per group, or None."""
-    return (ranks,) if group in (None, 1) else (group, ranks // group)
-
-
 def formula_rows(parameters, sizes, recipe, step, memory):
     """A plan's rows, as JSON: bytes of state, and with groups the elements moved along each axis.
 

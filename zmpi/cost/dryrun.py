@@ -33,7 +33,7 @@ class CountedWorld(World):
         self.meter = Meter()
         self.device = Device("cpu", self.meter.xp)
         self._axes = None
-        if group not in (None, 1, size):
+        if group not in (None, 1):
             self._axes = self._axis(group, rank % group), self._axis(size // group, rank // group)
 
     def _axis(self, size, rank):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from zmpi.core.formulas import axis_sizes
 from zmpi.cost.dryrun import CountedWorld, DryRun, Memo
 from zmpi.numbers.optim import AdamW, Optimizer
 from zmpi.numbers.precision import Policy
@@ -26,8 +27,7 @@ class Setting:
     @property
     def sizes(self):
         """The sizes of the world's axes, inner first."""
-        group = self.group or 1
-        return (self.ranks,) if group == 1 else (group, self.ranks // group)
+        return axis_sizes(self.ranks, self.group)
 
     def walk(self, stage, layers=None, micro_batch=None, rank=0):
         """The Walk of a dry run of one step."""

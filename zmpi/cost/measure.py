@@ -59,7 +59,7 @@ class Workload:
             self.accumulate,
             reduction,
             optimizer=self.optimizer,
-            group=world.axes[0].size if len(world.axes) > 1 else None,
+            group=world.group,
         )
 
     def walk(self, world, stage, policy=None):

@@ -18,7 +18,7 @@ def refuse_beyond_limit(model, world, stage, optimizer, policy, batch):
     limit, bound = node_memory()
     if world.device.name != "cpu" or "limit" not in bound:
         return
-    counted = CountedWorld(world.size, world.rank, world.reduction, world.axes[0].size)
+    counted = CountedWorld(world.size, world.rank, world.reduction, world.group)
     run = DryRun(model, counted, stage, optimizer, policy)
     peak = run.count_step(*batch).highest().total
     ranks, process = ranks_on_this_node(os.environ), anonymous_bytes()

@@ -39,6 +39,7 @@ class World:
     """
 
     transport, transport_why = "host", ""  # how vectors reach MPI (see transport.py), and why
+    group = None  # ranks per group; None: there are no groups
 
     def __init__(
         self, device="auto", transport="auto", reduction="auto", timeout=300, group=None, node=None
@@ -66,7 +67,7 @@ class World:
 
     def _cut(self, group, everyone):
         """Number the ranks by node, and cut them into groups. `everyone`: (group, node) of each."""
-        self._axes = None
+        self._axes = self.group = None
         asked, nodes = zip(*everyone, strict=True)
         with self.agreed():
             if len(set(asked)) > 1:
@@ -104,7 +105,7 @@ class World:
         """This world on a communicator of some of its ranks, including this one."""
         part = copy(self)
         part.mpi, part.rank, part.size = mpi, mpi.rank, mpi.size
-        part.lane, part._axes = Lane(mpi, self.lane.under_way), None
+        part.lane, part._axes, part.group = Lane(mpi, self.lane.under_way), None, None
         part.launched = range(part.size)
         return part
 
@@ -144,11 +145,7 @@ class World:
 
     def nodes(self):
         """The node of every rank, numbered in the order of their lowest ranks. Collective."""
-        with self.guard.waiting("agreement"):
-            node = self.mpi.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
-            lowest = node.bcast(self.rank)
-            node.Free()
-        lowest_ranks = self.share(lowest)
+        lowest_ranks = self.share(self._place_on_this_node()[1])
         order = sorted(set(lowest_ranks))
         return [order.index(rank) for rank in lowest_ranks]
 

@@ -76,7 +76,7 @@ class Trial:
     @property
     def group(self):
         """The ranks of a group; 1 on a flat world."""
-        return self.world.axes[0].size if len(self.world.axes) > 1 else 1
+        return self.world.group or 1
 
     @property
     def word(self):
