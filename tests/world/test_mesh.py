@@ -12,6 +12,7 @@ from training import adamw, copied, gpt, run, share
 import zmpi.verify
 from zmpi import Policy, World, ZeRO
 from zmpi.core.formulas import elements_moved, elements_per_axis, placements, state_bytes
+from zmpi.process.agree import same_on_all_ranks
 from zmpi.process.errors import UsageError
 from zmpi.proof.lifetimes import Counting
 from zmpi.proof.plain import Plain
@@ -187,6 +188,20 @@ def test_what_cannot_be_cut_is_one_error(comm):
             ZeRO(gpt(), world, stage, adamw())
     with pytest.raises(UsageError, match="needs a --group"):
         ZeRO(gpt(), World(device="cpu"), (3, 1), adamw())
+
+
+def test_errors_name_the_launchers_rank(grouped, comm):
+    """Here the last rank of the first node, which is the launcher's rank size - 2."""
+    place = comm.size // 2 - 1
+    assert grouped.launched[place] == comm.size - 2 != place
+    odd = 1 + (grouped.rank == place)
+    with pytest.raises(UsageError, match=rf"got 1 on rank 0 and 2 on rank {comm.size - 2}$"):
+        same_on_all_ranks(grouped, {"--seed": odd})
+    zero = ZeRO(gpt(), grouped, (3, 1), adamw())
+    ((inputs, targets),) = share(zero.model, 1, grouped, 1)
+    inputs[0, 0] = -1 if grouped.rank == place else 0
+    with pytest.raises(UsageError, match=rf"^rank {comm.size - 2}, micro-batch 0: inputs"):
+        zero.train_step([(inputs, targets)])
 
 
 @pytest.mark.sizes(4)

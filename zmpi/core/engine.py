@@ -194,7 +194,7 @@ class ZeRO:
         everyone.check_numbers()
         if everyone.refused.any():
             rank = int(everyone.refused.argmax())
-            raise UsageError(f"rank {rank}, {self.world.share(fault)[rank]}")
+            raise UsageError(f"rank {self.world.launched[rank]}, {self.world.share(fault)[rank]}")
         return everyone.check_counted()
 
     def _agree(self, losses, counted):

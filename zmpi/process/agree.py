@@ -36,7 +36,7 @@ def same_on_all_ranks(world, settings):
             if others[name] != first:
                 raise UsageError(
                     f"{name}: expected the same on all ranks, got {first} on rank 0 and "
-                    f"{others[name]} on rank {rank}"
+                    f"{others[name]} on rank {world.launched[rank]}"
                 )
 
 
